@@ -1,0 +1,41 @@
+"""The wire between gateway workers and the coordinator: where the sockets are and what frames look like.
+
+Events: PUSH (worker, connects) → PULL (coordinator, binds); one frame, a MessagePack ``domain.Event``.
+Commands: DEALER (worker, connects) ↔ ROUTER (coordinator, binds); two frames, an 8-byte correlation id and a
+MessagePack ``CommandBatch`` one way, the same id and a ``CommandReply`` the other way.
+Sockets lie in a folder only this user can enter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from kvpilot.config import Config
+from kvpilot.domain import CommandBatch, CommandReply, Event
+
+event_encoder = msgspec.msgpack.Encoder()
+event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+batch_decoder = msgspec.msgpack.Decoder(CommandBatch)
+reply_decoder = msgspec.msgpack.Decoder(CommandReply)
+
+
+def runtime_dir(config: Config) -> Path:
+    """Folder of the sockets, made on first use: short (ipc paths end at 107 bytes), private, one per state folder."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
+    folder = base / f"kvpilot-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def event_endpoint(config: Config) -> str:
+    return f"ipc://{runtime_dir(config)}/events"
+
+
+def command_endpoint(config: Config) -> str:
+    return f"ipc://{runtime_dir(config)}/commands"
