@@ -1,0 +1,1 @@
+"""Sessions: their tree, their life-cycle, and which chunks they still need."""
