@@ -1,0 +1,20 @@
+"""What counts as a session id."""
+
+from __future__ import annotations
+
+MAX_ID = 256
+
+
+def parse_id(value: object, name: str, dropped: list[str]) -> str | None:
+    """``value`` as a session id: at most 256 printable characters, not empty; else None and a reason."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not (text := value.strip()):
+        dropped.append(f"{name}: not a non-empty string")
+    elif len(text) > MAX_ID:
+        dropped.append(f"{name}: longer than {MAX_ID} characters")
+    elif not text.isprintable():
+        dropped.append(f"{name}: has unprintable characters")
+    else:
+        return text
+    return None
