@@ -6,7 +6,7 @@ docstring says otherwise. Every call is bounded in time and fails only with :cla
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,8 +59,8 @@ class Capabilities:
 class PrefetchResult:
     """Outcome of a prefetch that was waited for.
 
-    ``found`` of ``total`` chunks are in the target tier now, counted from the head of the context (those that
-    were there before included). ``seconds`` is how long it took.
+    ``found`` of ``total`` chunks are in the host tier now, those included that were there before. Chunks that
+    exist nowhere leave holes and do not stop what lies behind them. ``seconds`` is how long it took.
     """
 
     found: int
@@ -93,6 +93,15 @@ class Placement:
     space: Space
     chunk: bytes
     tiers: frozenset[Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    """Cheap summary of the directory: bytes it lists per tier; ``mark`` changes when its content does (a swap
+    of equals can go unnoticed: list in full now and then)."""
+
+    bytes: Mapping[Tier, int]
+    mark: tuple[int, ...]
 
 
 class Backend(Protocol):
@@ -130,6 +139,9 @@ class Backend(Protocol):
         Partial failures are in the result; raises only when nothing could be done. ``force`` also removes
         what readers hold: never use it while requests run.
         """
+
+    async def directory_stats(self) -> DirectoryStats:
+        """Summary of the directory, in constant time."""
 
     def list_keys(self) -> AsyncIterator[list[Placement]]:
         """The whole directory, in pages."""

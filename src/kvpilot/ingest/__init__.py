@@ -1,1 +1,1 @@
-"""Observations flowing in: what the cache layer's directory and the engine's KV events say is really where."""
+"""Observations flowing in: what the cache layer's directory and the engines' KV events say is where."""

@@ -1,8 +1,9 @@
 """What is really where, built from observations only: never from what kvpilot asked for.
 
-Sources, from slow and complete to quick and partial: the cache layer's directory listing (``begin_refresh`` …
-``commit``), an answer of ``Backend.locate`` (``observe``), the engine's KV events (``pool`` for device blocks,
-``host_event`` for the cache layer's own host tier). Pure: no I/O; time is an argument.
+Sources, from slow and complete to quick and partial: the cache layer's directory listing
+(``begin_refresh`` … ``commit``), an answer of ``Backend.locate`` (``observe``), the engine's KV events
+(``pool`` for device blocks, ``host_event`` for the cache layer's own host tier). Pure: no I/O; time is an
+argument.
 """
 
 from __future__ import annotations
