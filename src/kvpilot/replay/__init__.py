@@ -1,0 +1,1 @@
+"""Replaying recorded agents through a gateway: a pure plan, and a driver that carries it out."""
