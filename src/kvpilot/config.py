@@ -61,6 +61,9 @@ class EngineConfig(Section, frozen=True):
     python: str = ""
     """Interpreter of the engine environment; empty = .venv-engine beside kvpilot's, else this one."""
     extra_args: tuple[str, ...] = ()
+    """Further arguments for the embedded vLLM server."""
+    dev: bool = False
+    """Embedded: vLLM's development endpoints (cache resets), which benchmarks and tests need."""
 
 
 class LMCacheConfig(Section, frozen=True):

@@ -1,0 +1,171 @@
+"""``kvpilot doctor``: what would keep a stack from starting, or keeps a running one from working."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from kvpilot import __version__
+from kvpilot.config import Config
+from kvpilot.stack import StackError, models, plan, preflight
+from kvpilot.stack.engine_env import PINS, find_engine_python, installed_versions
+from kvpilot.stack.launch import running
+from kvpilot.stack.state import supervisor_pid
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. ``fail`` keeps kvpilot from working, ``warn`` may surprise."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+
+def diagnose(config: Config) -> list[Finding]:
+    """All findings: of the machine, and of the services (the running stack's, else the configured ones)."""
+    up = running(config)
+    findings = [Finding("kvpilot", "ok", f"{__version__}, Python {sys.version.split()[0]}")]
+    findings += _guarded("configuration", lambda: _configuration(config))
+    findings += _guarded("engine environment", lambda: _engine_environment(config))
+    if up is not None:
+        findings.append(Finding("stack", "ok", f"up in {config.state_dir} (pid {up.status.pid})"))
+        findings += _restarts(up.restarts)
+    else:
+        pid = supervisor_pid(config.state_dir)
+        starting = (
+            f"starting in {config.state_dir} (pid {pid})" if pid else f"not running in {config.state_dir}"
+        )
+        findings.append(Finding("stack", "warn" if pid else "ok", starting))
+        findings += _guarded("memory", lambda: _memory(config))
+        if pid is None:
+            findings += _guarded("ports", lambda: _ports(config))
+    findings += _services(up.config if up is not None else config, expected=up is not None)
+    return findings
+
+
+def print_report(findings: list[Finding], *, as_json: bool) -> bool:
+    """Print ``findings``; returns whether none of them is a failure."""
+    healthy = all(finding.verdict != "fail" for finding in findings)
+    if as_json:
+        print(
+            json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)
+        )
+        return healthy
+    marks = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        table.add_row(marks[finding.verdict], finding.check, finding.detail)
+    Console(soft_wrap=True, highlight=False).print(table)
+    return healthy
+
+
+def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(look())
+    except StackError as error:
+        return [Finding(check, "fail", str(error))]
+
+
+def _configuration(config: Config) -> Iterator[Finding]:
+    wrong = plan.check_control_access(config)
+    if wrong:
+        yield Finding("configuration", "fail", wrong)
+    models.check_model(config.engine.model)
+    made = Path(models.model_path(config.engine.model)).is_dir()
+    note = "" if made or config.engine.model not in models.BUILT_IN else " (made on first `kvpilot up`)"
+    yield Finding("model", "ok", f"{config.engine.model}{note}")
+
+
+def _engine_environment(config: Config) -> Iterator[Finding]:
+    python = find_engine_python(config)
+    versions = installed_versions(python)
+    odd = [
+        f"{name} {versions.get(name, '?')} (verified: {pin})"
+        for name, pin in PINS.items()
+        if versions.get(name) != pin
+    ]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield Finding(
+        "engine environment", "warn" if odd else "ok", ", ".join(odd) if odd else f"{shown} in {python}"
+    )
+    if shutil.which("g++") is None:
+        yield Finding("g++", "fail", "not found; vLLM compiles some kernels with it: install g++")
+
+
+def _restarts(restarts: dict[str, int]) -> Iterator[Finding]:
+    many = {name: count for name, count in restarts.items() if count}
+    if many:
+        told = ", ".join(f"{name} {count}×" for name, count in many.items())
+        yield Finding("restarts", "warn", f"{told} since start: see logs/supervisor.log")
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    preflight.check_memory(config, models.model_size(models.model_path(config.engine.model)))
+    yield Finding(
+        "memory", "ok", f"{preflight.available_memory() / 2**30:.1f} GiB available, enough for the tiers"
+    )
+
+
+def _ports(config: Config) -> Iterator[Finding]:
+    preflight.resolve_ports(config, embedded=True)
+    yield Finding("ports", "ok", "all free")
+
+
+def _services(config: Config, *, expected: bool) -> Iterator[Finding]:
+    """Engine and cache layer; ones that are absent are no failure when nothing of ours is up."""
+    absent: Verdict = "fail" if expected else "warn"
+    model = _ask(f"{config.engine.url}/v1/models", config.engine.api_key)
+    if model is None:
+        yield Finding("engine", absent, f"{config.engine.url} does not answer")
+    else:
+        entry = (model.get("data") or [{}])[0]
+        yield Finding("engine", "ok", f"{config.engine.url} serves {entry.get('id')}")
+        if not config.engine.kv_events:
+            yield Finding(
+                "KV events", "warn", "engine.kv_events is not set: what the device holds stays unknown"
+            )
+    for url in config.lmcache.nodes:
+        status = _ask(f"{url}/status")
+        if status is None:
+            yield Finding("LMCache", absent, f"{url} does not answer")
+            continue
+        told = (status.get("chunk_size"), status.get("hash_algorithm"))
+        ours = (config.lmcache.chunk_size, config.lmcache.hash_algorithm)
+        if told != ours:
+            detail = f"{url} uses chunks and hash {told}, the configuration says {ours}: change [lmcache]"
+            yield Finding("LMCache", "fail", detail)
+        else:
+            yield Finding("LMCache", "ok", f"{url}, chunks of {told[0]} tokens, {told[1]}")
+    central = _ask(f"{config.lmcache.coordinator}/instances")
+    if central is None:
+        yield Finding("LMCache coordinator", absent, f"{config.lmcache.coordinator} does not answer")
+        return
+    count = len(central.get("instances", []))
+    detail = f"{config.lmcache.coordinator}, {count} node{'s' if count != 1 else ''} registered"
+    advice = "" if count else ": start nodes with --coordinator-url and --coordinator-event-reporting"
+    yield Finding("LMCache coordinator", "ok" if count else absent, detail + advice)
+
+
+def _ask(url: str, api_key: str = "") -> dict[str, Any] | None:
+    request = urllib.request.Request(url)
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=3) as reply:
+            answer = json.load(reply)
+    except (OSError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
