@@ -118,7 +118,7 @@ class LMCacheBackend:
             status = await node.status()
             if (status.chunk_size, status.hash_algorithm) != (self.chunk_size, self._hash_algorithm):
                 raise BadAnswer(
-                    f"{node.peer.url} hashes {status.chunk_size} tokens a chunk with {status.hash_algorithm}; "
+                    f"{node.peer.url} hashes {status.chunk_size}-token chunks with {status.hash_algorithm}; "
                     "set lmcache.chunk_size and lmcache.hash_algorithm accordingly"
                 )
             if (await node.facts(status)).adapters:

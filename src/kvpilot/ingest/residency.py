@@ -8,6 +8,7 @@ argument.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +21,16 @@ _ALL = 7
 _HOST = _BITS[Tier.HOST]
 _SETS = tuple(frozenset(tier for tier, bit in _BITS.items() if mask & bit) for mask in range(_ALL + 1))
 
-_TRUSTED_COVERAGE = 0.99
-"""Share of a tier's bytes the directory must account for before "not listed" means "not there"."""
+_COVERAGE_SLACK = 0.01
+"""How far directory and layer may differ in a tier's bytes while the directory is taken to know all."""
+
+_COVERAGE_SAMPLES = 3
+"""Of so many comparisons the best counts: the directory lags, so a single one may catch it behind."""
+
+_DIRECTORY_LAG_S = 3.0
+"""After so long what happened is in the directory, if it ever will be."""
+
+_FORGET_SHORT_HASHES = 100_000
 
 
 @dataclass(slots=True)
@@ -57,6 +66,7 @@ class Residency:
         self._by_short_hash: dict[int, list[tuple[Space, bytes]]] = {}
         self._pools: dict[str, tuple[str, DevicePool]] = {}
         self.usage: tuple[TierUsage, ...] = ()
+        self._ratios: dict[Tier, deque[float]] = {}
         self.coverage: Mapping[Tier, float] = {}
         """Bytes the directory lists ÷ bytes the layer says it holds, where both are known: below 1 the
         directory has not seen everything (its process was restarted), above 1 it lists what is gone."""
@@ -110,7 +120,7 @@ class Residency:
         False before the first listing and while the layer holds more bytes than its directory lists, as
         after a restart of LMCache's coordinator, which does not relearn what is already stored.
         """
-        return self.directory_at is not None and self.coverage.get(tier, 1.0) >= _TRUSTED_COVERAGE
+        return self.directory_at is not None and self.coverage.get(tier, 1.0) >= 1 - _COVERAGE_SLACK
 
     # ---------------------------------------------------------------- observations
 
@@ -121,22 +131,28 @@ class Residency:
     def commit(self, refresh: Refresh) -> bool:
         """Make a complete listing the view. Returns whether anything changed.
 
-        Observations made after the listing was begun stay on top of it. So do host events the listing
-        still contradicts: the directory drops what it is told during an outage, the event stream does not.
+        Observations made after the listing was begun stay on top of it. So do host events that it
+        contradicts, as long as directory and layer disagree on how much there is: what happened while
+        LMCache's coordinator was away reached the event stream only.
         """
         changed = refresh.spaces != self._spaces
         self._spaces = refresh.spaces
         self.directory_at = refresh.started_at
-        self._corrections = {
-            key: fix
-            for key, fix in self._corrections.items()
-            if fix.at >= refresh.started_at
-            or (fix.known == _HOST and (self._listed(*key) & _HOST) != (fix.value & _HOST))
-        }
         if changed:
             for space, chunks in refresh.spaces.items():
                 self.learn(space, chunks)
+            self._forget_short_hashes()
+        self._corrections = {
+            key: fix
+            for key, fix in self._corrections.items()
+            if self._still_holds(key, fix, refresh.started_at)
+        }
         return changed
+
+    def confirm(self, now: float) -> None:
+        """The layer's directory was asked at ``now`` and has not changed since the last listing."""
+        if self.directory_at is not None:
+            self.directory_at = max(now, self.directory_at)
 
     def observe(
         self, space: Space, chunks: Sequence[bytes], found: Sequence[Collection[Tier]], now: float
@@ -175,18 +191,17 @@ class Residency:
         """The event stream was interrupted: what it said may be outdated."""
         self._corrections = {key: fix for key, fix in self._corrections.items() if fix.known != _HOST}
 
-    def set_usage(
-        self, usage: tuple[TierUsage, ...], listed_bytes: Mapping[Tier, int] | None, now: float
-    ) -> None:
-        """Bytes per tier from the layer itself, and what its directory accounts for (None = not known)."""
+    def set_usage(self, usage: tuple[TierUsage, ...], listed_bytes: Mapping[Tier, int], now: float) -> None:
+        """Bytes per tier from the layer itself, and what its directory lists (tiers not known left out)."""
         self.usage = usage
         self.usage_at = now
-        if listed_bytes is not None:
-            self.coverage = {
-                entry.tier: (listed_bytes[entry.tier] / entry.used_bytes) if entry.used_bytes else 1.0
-                for entry in usage
-                if entry.tier in listed_bytes
-            }
+        for entry in usage:
+            if entry.tier in listed_bytes:
+                ratio = listed_bytes[entry.tier] / entry.used_bytes if entry.used_bytes else 1.0
+                self._ratios.setdefault(entry.tier, deque(maxlen=_COVERAGE_SAMPLES)).append(ratio)
+        self.coverage = {
+            tier: min(ratios, key=lambda ratio: abs(1 - ratio)) for tier, ratios in self._ratios.items()
+        }
 
     def pool(self, engine: str, model: str = "") -> DevicePool:
         """The device pool of ``engine`` (made on first use); ``model`` as in :class:`Space`, "" = any."""
@@ -197,6 +212,23 @@ class Residency:
         return known[1]
 
     # ---------------------------------------------------------------- internals
+
+    def _still_holds(self, key: tuple[Space, bytes], fix: _Correction, listed_at: float) -> bool:
+        if fix.known == _ALL:
+            return fix.at >= listed_at
+        if len(self._by_short_hash.get(short_hash(key[1]), ())) != 1:
+            return False
+        if fix.at >= listed_at - _DIRECTORY_LAG_S:
+            return True
+        disagrees = (self._listed(*key) & _HOST) != fix.value
+        return disagrees and abs(1 - self.coverage.get(Tier.HOST, 1.0)) > _COVERAGE_SLACK
+
+    def _forget_short_hashes(self) -> None:
+        live = sum(len(chunks) for chunks in self._spaces.values())
+        if len(self._by_short_hash) > _FORGET_SHORT_HASHES + 2 * live:
+            self._by_short_hash = {}
+            for space, chunks in self._spaces.items():
+                self.learn(space, chunks)
 
     def _listed(self, space: Space, chunk: bytes) -> int:
         chunks = self._spaces.get(space)
