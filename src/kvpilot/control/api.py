@@ -1,0 +1,215 @@
+"""The control API: what sessions there are, what is done with their KV, and the levers to do something else."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvpilot import __version__
+from kvpilot.coordinator.planner import Planner
+from kvpilot.coordinator.service import CoordinatorService
+from kvpilot.coordinator.view import Reader
+from kvpilot.domain import ActionKind, ActionRecord, Command, SessionRef, Signal, SignalKind, TargetKind
+from kvpilot.sessions.book import Session
+
+PREFIX = "/kvpilot/v1"
+MAX_WAIT_S = 120.0
+
+Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for the final outcome.")]
+Tenant = Annotated[str | None, Query(description="Needed only where two tenants use the same session id.")]
+
+
+class SignalBody(BaseModel):
+    """A life-cycle hint about a session."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: SignalKind
+    parent: str | None = None
+    eta_s: float | None = Field(default=None, ge=0, description="Expected seconds until the next request.")
+
+
+class ActionBody(BaseModel):
+    """What to do, and with what: a session, a range of its messages or tools, or chunk hashes."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: ActionKind
+    session: str | None = None
+    tenant: str | None = None
+    target: TargetKind | None = None
+    start: int = Field(default=0, ge=0)
+    end: int = Field(default=0, ge=0)
+    messages: list[dict[str, Any]] | None = Field(
+        default=None, description="The old messages a range counts in."
+    )
+    tools: list[dict[str, Any]] | None = None
+    chunks: list[str] = Field(default_factory=list, description="Chunk hashes in hex.")
+
+
+class ModeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    mode: str = Field(pattern="^(kvpilot|passive)$")
+
+
+def as_json(record: ActionRecord) -> dict[str, Any]:
+    out: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
+    out["kind"], out["status"] = record.kind.value, record.status.value
+    return out
+
+
+def create_app(
+    service: CoordinatorService,
+    planner: Planner,
+    reader: Reader,
+    metrics: Callable[[], bytes],
+    token: str = "",
+) -> FastAPI:
+    """The ASGI application. With a ``token`` every route but health needs ``Authorization: Bearer``."""
+
+    def authorised(request: Request) -> None:
+        if not token:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if not secrets.compare_digest(given, token.encode()):
+            raise HTTPException(401, "send Authorization: Bearer with the coordinator's token")
+
+    app = FastAPI(
+        title="kvpilot control API",
+        version=__version__,
+        openapi_url=f"{PREFIX}/openapi.json",
+        docs_url=f"{PREFIX}/docs",
+        redoc_url=None,
+    )
+    guard = [Depends(authorised)]
+
+    def find(session_id: str, tenant: str | None) -> Session:
+        found = [s for s in service.book.find(session_id) if tenant is None or s.tenant == tenant]
+        if not found:
+            raise HTTPException(404, f"session {session_id!r} is not known")
+        if len(found) > 1:
+            tenants = ", ".join(sorted(s.tenant for s in found))
+            raise HTTPException(
+                409, f"session {session_id!r} exists for several tenants ({tenants}): give ?tenant="
+            )
+        return found[0]
+
+    def signal(session: Session, body: SignalBody) -> list[ActionRecord]:
+        return service.handle(
+            Signal(
+                at=service.clock(),
+                tenant=session.tenant,
+                session=SessionRef(session.id, body.parent, "api"),
+                kind=body.kind,
+                eta_s=body.eta_s,
+            )
+        )
+
+    @app.get(f"{PREFIX}/health")
+    async def health() -> dict[str, Any]:
+        """Alive, and in which mode."""
+        return {
+            "status": "ok",
+            "mode": service.mode,
+            "version": __version__,
+            "directory_stale": service.residency.stale(service.clock()),
+        }
+
+    @app.get(f"{PREFIX}/sessions", dependencies=guard)
+    async def sessions() -> dict[str, Any]:
+        """All known sessions, latest first."""
+        known = sorted(service.book.sessions.values(), key=lambda s: -s.last_seen)
+        return {"sessions": [reader.summary(s) for s in known]}
+
+    @app.get(f"{PREFIX}/sessions/{{session_id:path}}", dependencies=guard)
+    async def session(session_id: str, tenant: Tenant = None) -> dict[str, Any]:
+        """One session: segments, where each chunk is, what will happen next."""
+        return reader.detail(find(session_id, tenant), planner.decisions)
+
+    @app.post(f"{PREFIX}/sessions/{{session_id:path}}/signals", status_code=202, dependencies=guard)
+    async def signals(session_id: str, body: SignalBody, tenant: Tenant = None) -> dict[str, Any]:
+        """Tell what the session is doing; the ids of the actions this started are returned."""
+        return {"actions": [r.id for r in signal(find(session_id, tenant), body)]}
+
+    @app.delete(f"{PREFIX}/sessions/{{session_id:path}}", status_code=202, dependencies=guard)
+    async def end(session_id: str, tenant: Tenant = None) -> dict[str, Any]:
+        """The session is over: what only it references is evicted."""
+        return {"actions": [r.id for r in signal(find(session_id, tenant), SignalBody(kind=SignalKind.END))]}
+
+    @app.post(f"{PREFIX}/actions", status_code=202, dependencies=guard)
+    async def act(body: ActionBody, wait: Wait = 0.0) -> Any:
+        """Prefetch, demote or evict; returns the action, or ``{"actions": […]}`` where it takes several."""
+        if bool(body.session) == bool(body.chunks):
+            raise HTTPException(422, "give either a session or chunks")
+        tenant = body.tenant or "default"
+        if body.session and body.tenant is None and service.book.get("default", body.session) is None:
+            owner = find(body.session, None)
+            tenant = owner.tenant
+        request = {"messages": body.messages or [], "tools": body.tools or []}
+        target = body.target or (TargetKind.CHUNKS if body.chunks else TargetKind.SESSION)
+        records = await service.command(
+            Command(
+                kind=body.kind,
+                tenant=tenant,
+                salt="",
+                session=SessionRef(body.session, None, "api"),
+                target=target,
+                start=body.start,
+                end=body.end,
+                body=msgspec.json.encode({k: v for k, v in request.items() if v}),
+                chunks=tuple(body.chunks),
+            )
+        )
+        if wait:
+            records = [await service.actions.wait(r.id, wait) or r for r in records]
+        shown = [as_json(r) for r in records]
+        return shown[0] if len(shown) == 1 else {"actions": shown}
+
+    @app.get(f"{PREFIX}/actions", dependencies=guard)
+    async def actions(
+        session: str | None = None,
+        tenant: Tenant = None,
+        limit: Annotated[int, Query(ge=1, le=5000)] = 100,
+    ) -> dict[str, Any]:
+        """The action log, newest first."""
+        out = []
+        for record in service.actions.newest(session=session, tenant=tenant):
+            out.append(as_json(record))
+            if len(out) == limit:
+                break
+        return {"actions": out}
+
+    @app.get(f"{PREFIX}/actions/{{action_id}}", dependencies=guard)
+    async def action(action_id: str, wait: Wait = 0.0) -> dict[str, Any]:
+        """One action and what became of it."""
+        record = await service.actions.wait(action_id, wait)
+        if record is None:
+            raise HTTPException(404, f"action {action_id!r} is not known")
+        return as_json(record)
+
+    @app.put(f"{PREFIX}/mode", dependencies=guard)
+    async def mode(body: ModeBody) -> dict[str, str]:
+        """``kvpilot`` acts; ``passive`` only observes."""
+        service.mode = body.mode
+        return {"mode": service.mode}
+
+    @app.get(f"{PREFIX}/tiers", dependencies=guard)
+    async def tiers() -> dict[str, Any]:
+        """Bytes held and capacity per tier, as the cache layer says."""
+        usage = [{"tier": u.tier.value, "used_bytes": u.used_bytes, "capacity_bytes": u.capacity_bytes}
+                 for u in service.residency.usage]  # fmt: skip
+        return {"tiers": usage, "as_of": service.residency.usage_at}
+
+    @app.get("/metrics", dependencies=guard, include_in_schema=False)
+    async def prometheus() -> Response:
+        return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": f"internal error: {type(error).__name__}"}, status_code=500)
+
+    return app

@@ -1,0 +1,97 @@
+"""Prometheus metrics, read from the coordinator's own counters when asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvpilot.coordinator.service import CoordinatorService
+
+
+class ServiceCollector(Collector):
+    def __init__(self, service: CoordinatorService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        mapper, executor = service.mapper.stats, service.executor.stats
+        yield _counter("events", "Events taken in from gateways.", "event", mapper.events)
+        yield _counter("context_changes", "How requests continued their context.", "change", mapper.changes)
+        yield _plain("requests_mapped", "Finished requests whose tokens were mapped.", mapper.mapped)
+        yield _plain("requests_mapped_within_1s", "Of these, within a second.", mapper.mapped_within_1s)
+        yield _plain(
+            "events_without_request", "Events whose request's start is unknown.", mapper.without_request
+        )
+        yield _plain("requests_expired", "Requests whose end was never told.", mapper.expired)
+        yield _plain(
+            "late_stores_removed",
+            "Evicted chunks that came back and were removed.",
+            executor.late_stores_removed,
+        )
+        yield _counter("backend_errors", "Failures of the cache layer.", "error", executor.backend_errors)
+        yield _counter(
+            "segmented", "Prompts whose segments were found, by method.", "method", service.segments.methods
+        )
+        actions = CounterMetricFamily("kvpilot_actions", "Finished actions.", labels=["kind", "status"])
+        for (kind, status), count in service.actions.totals.items():
+            actions.add_metric([kind, status], count)
+        yield actions
+        yield _counter("action_chunks", "Chunks confirmed moved or removed.", "kind", service.actions.chunks)
+        states = Counter(s.state.value for s in service.book.sessions.values())
+        yield _gauge("sessions", "Known sessions.", "state", states)
+        yield _gauge(
+            "tier_used_bytes",
+            "Bytes held per tier.",
+            "tier",
+            {u.tier.value: u.used_bytes for u in service.residency.usage},
+        )
+        yield _gauge(
+            "tier_capacity_bytes",
+            "Capacity per tier.",
+            "tier",
+            {u.tier.value: u.capacity_bytes for u in service.residency.usage},
+        )
+        size = service.references.size()
+        sizes = {
+            "owners": size.owners,
+            "nodes": size.nodes,
+            "tokens": size.tokens,
+            "chunks": size.chunks,
+            "bytes": size.nbytes,
+        }
+        yield _gauge("reference_table", "Size of the reference table.", "what", sizes)
+        yield GaugeMetricFamily(
+            "kvpilot_open_actions", "Actions under way.", len(service.actions.open_records())
+        )
+        yield GaugeMetricFamily(
+            "kvpilot_mode_active", "1 = acts, 0 = passive.", int(service.mode == "kvpilot")
+        )
+
+
+def _counter(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"kvpilot_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kvpilot_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _plain(name: str, text: str, value: int) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvpilot_{name}", text, value=value)
+
+
+def metrics_text(service: CoordinatorService) -> bytes:
+    """The exposition of one service (a registry of its own: several may live in one process in tests)."""
+    registry = CollectorRegistry()
+    registry.register(ServiceCollector(service))
+    return bytes(generate_latest(registry))

@@ -1,0 +1,1 @@
+"""The loop that joins the rooms: observe, map, decide, act, observe again."""

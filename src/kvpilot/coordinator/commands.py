@@ -1,0 +1,173 @@
+"""From what somebody asks for (a session, a range of its messages, chunks) to work on chunks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvpilot.context.chunks import ChunkHasher, parse_hash
+from kvpilot.context.messages import common_prefix
+from kvpilot.context.segments import SegmentedPrompt, spans_of_messages, spans_of_tools
+from kvpilot.coordinator.actions import Work
+from kvpilot.coordinator.mapper import Body, content_hashes, decode_body
+from kvpilot.domain import Command, Space, TargetKind
+from kvpilot.sessions.book import Session, SessionBook, Thread
+from kvpilot.sessions.references import ReferenceTable
+
+SegmentsOf = Callable[[Thread], Awaitable[SegmentedPrompt | None]]
+
+
+class Missing(LookupError):
+    """The target is not known, or no longer matches what the client describes."""
+
+
+@dataclass(slots=True)
+class Target:
+    """What a command is about.
+
+    ``whole``: complete sessions. ``cut``: token position from which a range edit makes the context useless.
+    A target that is neither is a set of chunks, and no context gives up anything for it.
+    """
+
+    sessions: list[Session] = field(default_factory=list)
+    threads: list[Thread] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    whole: bool = False
+    cut: int | None = None
+
+    @property
+    def gives_up(self) -> bool:
+        return self.whole or self.cut is not None
+
+
+class Resolver:
+    """Finds what a command is about. Nothing is changed here."""
+
+    def __init__(
+        self, book: SessionBook, references: ReferenceTable, hasher: ChunkHasher, segments_of: SegmentsOf
+    ):
+        self._book = book
+        self._references = references
+        self._hasher = hasher
+        self._segments_of = segments_of
+
+    async def resolve(self, command: Command, space: Space) -> Target:
+        """Raises Missing with the reason."""
+        if command.target is TargetKind.CHUNKS:
+            return self._chunks(command, space)
+        if command.session.id is None:
+            raise Missing("no session id given")
+        session = self._book.get(command.tenant, command.session.id)
+        if session is None:
+            raise Missing(f"session {command.session.id!r} is not known")
+        if command.target is TargetKind.SESSION:
+            return self.tree(session)
+        return await self._range(session, command)
+
+    def tree(self, session: Session) -> Target:
+        sessions = self._book.tree(session)
+        threads = [t for s in sessions for t in s.threads.values() if t.owner in self._references]
+        threads.sort(key=lambda t: -t.last_seen)
+        works = [Work(t.space, tuple(self._references.chunks(t.owner)), t.owner) for t in threads]
+        return Target(sessions, threads, works, whole=True)
+
+    def _chunks(self, command: Command, space: Space) -> Target:
+        """Hashes a client names, in its own tenant's spaces only. Their order is not to be trusted: the
+        longest known context that has them gives it."""
+        threads = [
+            thread
+            for session, thread in self._book.threads()
+            if session.tenant == command.tenant and thread.owner in self._references
+        ]
+        spaces = list(dict.fromkeys([*(thread.space for thread in threads), space]))
+        left = self._named(command.chunks, spaces)
+        works, used = [], []
+        while left and threads:
+            best = max(threads, key=lambda t: len(left.intersection(self._references.chunks(t.owner))))
+            ordered = [c for c in self._references.chunks(best.owner) if c in left]
+            if not ordered:
+                break
+            works.append(Work(best.space, tuple(ordered), best.owner))
+            used.append(best)
+            left.difference_update(ordered)
+        if left:
+            works += [Work(known, tuple(sorted(left))) for known in spaces]
+        if not works:
+            raise Missing("none of the chunk hashes is known")
+        return Target(threads=used, works=works)
+
+    def _named(self, texts: Sequence[str], spaces: Sequence[Space]) -> set[bytes]:
+        named: set[bytes] = set()
+        for text in texts:
+            try:
+                value = parse_hash(text)
+            except ValueError as error:
+                raise Missing(str(error)) from None
+            if isinstance(value, bytes):
+                named.add(value)
+                continue
+            resolved = (self._references.resolve(space, value) for space in spaces)
+            named.update(full for full in resolved if full is not None)
+        return named
+
+    async def _range(self, session: Session, command: Command) -> Target:
+        body = decode_body(command.body)
+        hashes = content_hashes(body)
+        threads = [t for t in session.threads.values() if t.owner in self._references]
+        if not threads:
+            raise Missing(f"session {session.id!r} holds no context")
+        thread = max(threads, key=lambda t: (common_prefix(t.hashes, hashes), t.last_seen))
+        segmented = await self._segments_of(thread)
+        if segmented is None:
+            raise Missing("the context's message boundaries are not known")
+        start, end = self._span(thread, segmented, body, hashes, command)
+        chunks = self._references.chunks(thread.owner)
+        # A chunk the range only touches holds content that is gone: no context can use it whole any more.
+        touched = self._hasher.touched(start, end)
+        work = Work(thread.space, tuple(chunks[touched.start : touched.stop]), thread.owner)
+        return Target([session], [thread], [work], cut=start)
+
+    def _span(
+        self,
+        thread: Thread,
+        segmented: SegmentedPrompt,
+        body: Body,
+        hashes: Sequence[bytes],
+        command: Command,
+    ) -> tuple[int, int]:
+        known = (
+            len(thread.hashes) - 1
+        )  # messages of the last prompt; its reply may follow in the client's list
+        if command.target is TargetKind.TOOLS:
+            if not hashes or not thread.hashes or hashes[0] != thread.hashes[0]:
+                raise Missing("the tools are not those of the session's last request")
+            span = spans_of_tools(segmented, command.start, command.end)
+        else:
+            end = min(command.end, known)
+            if common_prefix(hashes, thread.hashes) < 1 + end or command.start > known:
+                raise Missing("the messages up to the range are not those of the session's last request")
+            total = self._references.length(thread.owner)
+            if command.start == known:
+                ends = segmented.message_ends
+                return (ends[-1] if ends else 0), total
+            span = spans_of_messages(segmented, command.start, end)
+            if span is not None and command.end > known:
+                return span[0], total
+        if span is None:
+            raise Missing("the range's token span is not known")
+        return span
+
+
+def evictable(references: ReferenceTable, works: Sequence[Work], owners: Sequence[str]) -> int:
+    """How many chunks would have no holder left once ``owners`` gave up their references."""
+    mine: dict[Space, Counter[bytes]] = {}
+    for owner in set(owners):
+        if owner in references:
+            mine.setdefault(references.space(owner), Counter()).update(references.chunks(owner))
+    count = 0
+    for space in {work.space for work in works}:
+        chunks = list({chunk for work in works if work.space == space for chunk in work.chunks})
+        own = mine.get(space, Counter())
+        count += sum(n <= own[c] for c, n in zip(chunks, references.holders(space, chunks), strict=True))
+    return count

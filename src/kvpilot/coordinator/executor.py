@@ -1,0 +1,273 @@
+"""Carries actions out on a cache layer and finds out what really happened.
+
+An evicted chunk is looked for again several times afterwards: engines store asynchronously, so a store that was
+under way can bring a chunk back after it was deleted. What a dead cache layer kept from being evicted is tried
+again when it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvpilot.backends.base import Backend, BackendError, DropResult, NotReady
+from kvpilot.coordinator.actions import ActionLog, Work
+from kvpilot.domain import OutcomeStatus, Space, Tier, TokenArray
+from kvpilot.sessions.references import ReferenceTable
+
+log = logging.getLogger(__name__)
+
+CONFIRM_S = 4.0
+"""How long an action waits for the directory (which lags about a second) to show its effect."""
+CONFIRM_STEP_S = 0.25
+STORE_WAIT_S = 5.0
+"""How long a demotion waits for an asynchronous store to reach the tier below."""
+PREFETCH_TIMEOUT_S = 60.0
+RETRY_S = 5.0
+RETRY_FOR_S = 900.0
+MAX_PARALLEL = 4
+
+
+@dataclass(slots=True)
+class Watch:
+    """Dead chunks to look for again at ``times`` (monotonic seconds, soonest first)."""
+
+    space: Space
+    chunks: tuple[bytes, ...]
+    times: list[float]
+    give_up: float
+
+
+@dataclass(slots=True)
+class ExecutorStats:
+    late_stores_removed: int = 0
+    backend_errors: Counter[str] = field(default_factory=Counter)
+    prefetch_seconds: float = 0.0
+    prefetched_chunks: int = 0
+
+
+class Executor:
+    """``on_change`` is called when tiers changed, so that the residency view is refreshed soon."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        references: ReferenceTable,
+        actions: ActionLog,
+        recheck_s: Sequence[float],
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._backend = backend
+        self._references = references
+        self._actions = actions
+        self._recheck_s = tuple(recheck_s)
+        self._on_change = on_change
+        self._clock = clock
+        self._slots = asyncio.Semaphore(MAX_PARALLEL)
+        self._watches: list[Watch] = []
+        self.stats = ExecutorStats()
+
+    # ------------------------------------------------------------ evict
+
+    async def evict(self, action_id: str, work: Work) -> None:
+        """Drop from every tier those chunks of ``work`` that no live session references *now*."""
+        dead, live = self._split(work)
+        if not dead:
+            self._close(
+                action_id, OutcomeStatus.DONE, skipped=live, reason="all still referenced" if live else ""
+            )
+            return
+        try:
+            async with self._slots:
+                before = await self._located(work.space, dead)
+                remaining = await self._drop_until_gone(work.space, dead)
+        except BackendError as error:
+            self._failed(action_id, error)
+            self._watch(work.space, dead, retry=True)
+            return
+        self._watch(work.space, dead, retry=bool(remaining))
+        gone = len(dead) - len(remaining)
+        dropped = Counter(tier.value for tiers in before or () for tier in tiers)
+        if before is None:
+            status, reason = OutcomeStatus.CLIPPED, "deleted, not confirmed: the directory did not answer"
+        elif remaining:
+            status, reason = OutcomeStatus.CLIPPED, f"{len(remaining)} chunks in use; tried again later"
+        else:
+            status, reason = OutcomeStatus.DONE, ""
+        self._close(action_id, status, confirmed=gone, skipped=live, reason=reason, tiers=dict(dropped))
+
+    def _split(self, work: Work) -> tuple[tuple[bytes, ...], int]:
+        holders = self._references.holders(work.space, work.chunks)
+        dead = tuple(chunk for chunk, n in zip(work.chunks, holders, strict=True) if n == 0)
+        return dead, len(work.chunks) - len(dead)
+
+    async def _located(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]] | None:
+        try:
+            return await self._backend.locate(space, chunks)
+        except BackendError as error:
+            self._count(error)
+            return None
+
+    async def _drop_until_gone(self, space: Space, chunks: tuple[bytes, ...]) -> list[bytes]:
+        """Delete, look until the directory agrees, delete once more what is left; returns what still remains."""
+        left: list[bytes] = list(chunks)
+        for _ in range(2):
+            await self._drop(space, left, (Tier.HOST, Tier.DISK))
+            deadline = time.monotonic() + CONFIRM_S / 2
+            while time.monotonic() < deadline:
+                await asyncio.sleep(CONFIRM_STEP_S)
+                placed = await self._located(space, left)
+                if placed is None:
+                    return []
+                left = [chunk for chunk, tiers in zip(left, placed, strict=True) if tiers]
+                if not left:
+                    return []
+            left = [c for c, n in zip(left, self._references.holders(space, left), strict=True) if n == 0]
+        return left
+
+    async def _drop(self, space: Space, chunks: Sequence[bytes], tiers: Sequence[Tier]) -> DropResult:
+        result = await self._backend.drop(space, chunks, tiers)
+        for error in result.errors:
+            self.stats.backend_errors[error[:80]] += 1
+        self._on_change()
+        return result
+
+    # ------------------------------------------------------------ demote
+
+    async def demote(self, action_id: str, work: Work, limit: int | None = None) -> None:
+        """Drop from host memory what disk holds readable, last chunk first; ``limit`` bounds the chunks."""
+        chunks = list(work.chunks[-limit:] if limit is not None else work.chunks)
+        try:
+            async with self._slots:
+                safe, only_host = await self._confirmed_below(work.space, chunks)
+                if safe:
+                    await self._drop(work.space, safe, (Tier.HOST,))
+                left = await self._wait_gone_from_host(work.space, safe)
+        except BackendError as error:
+            self._failed(action_id, error)
+            return
+        gone = len(safe) - left
+        reasons = []
+        if only_host:
+            reasons.append(f"{only_host} chunks are not on disk yet")
+        if left:
+            reasons.append(f"{left} chunks in use")
+        status = OutcomeStatus.CLIPPED if reasons else OutcomeStatus.DONE
+        skipped = len(chunks) - len(safe) - only_host
+        tiers = {Tier.HOST.value: gone}
+        self._close(
+            action_id, status, confirmed=gone, skipped=skipped, reason="; ".join(reasons), tiers=tiers
+        )
+
+    async def _confirmed_below(self, space: Space, chunks: Sequence[bytes]) -> tuple[list[bytes], int]:
+        """Chunks that are in host memory and on disk, and how many are only in host memory even after a wait."""
+        deadline = time.monotonic() + STORE_WAIT_S
+        while True:
+            placed = await self._backend.locate(space, chunks)
+            safe = [c for c, t in zip(chunks, placed, strict=True) if Tier.HOST in t and Tier.DISK in t]
+            only_host = sum(Tier.HOST in t and Tier.DISK not in t for t in placed)
+            if not only_host or time.monotonic() > deadline:
+                return safe, only_host
+            await asyncio.sleep(2 * CONFIRM_STEP_S)
+
+    async def _wait_gone_from_host(self, space: Space, chunks: Sequence[bytes]) -> int:
+        if not chunks:
+            return 0
+        deadline = time.monotonic() + CONFIRM_S
+        while True:
+            await asyncio.sleep(CONFIRM_STEP_S)
+            placed = await self._backend.locate(space, chunks)
+            left = sum(Tier.HOST in tiers for tiers in placed)
+            if not left or time.monotonic() > deadline:
+                return left
+
+    # ------------------------------------------------------------ prefetch
+
+    async def prefetch(self, action_id: str, work: Work, tokens: TokenArray) -> None:
+        """Bring the context's leading ``len(work.chunks)`` chunks into host memory; done when they are there."""
+        wanted = len(work.chunks)
+        try:
+            async with self._slots:
+                result = await self._backend.prefetch(
+                    work.space, tokens[: wanted * self._backend.chunk_size], timeout_s=PREFETCH_TIMEOUT_S
+                )
+        except NotReady as error:
+            self._count(error)
+            self._close(action_id, OutcomeStatus.REJECTED, reason=str(error))
+            return
+        except BackendError as error:
+            self._failed(action_id, error)
+            return
+        self._on_change()
+        self.stats.prefetch_seconds += result.seconds
+        self.stats.prefetched_chunks += result.found
+        status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED
+        reason = "" if result.complete else f"{result.total - result.found} chunks are in no tier"
+        tiers = {Tier.HOST.value: result.found}
+        self._close(action_id, status, confirmed=result.found, reason=reason, tiers=tiers)
+
+    # ------------------------------------------------------------ looking again
+
+    def _watch(self, space: Space, chunks: tuple[bytes, ...], *, retry: bool) -> None:
+        now = time.monotonic()
+        times = [now + RETRY_S] if retry else [now + s for s in self._recheck_s]
+        if times:
+            self._watches.append(Watch(space, chunks, times, now + RETRY_FOR_S))
+
+    async def watch_loop(self) -> None:
+        """Runs for ever: look again for evicted chunks, delete those that came back and are still dead."""
+        while True:
+            await asyncio.sleep(CONFIRM_STEP_S)
+            now = time.monotonic()
+            for watch in [w for w in self._watches if w.times[0] <= now]:
+                self._watches.remove(watch)
+                if await self._look_again(watch):
+                    watch.times.pop(0)
+                elif now < watch.give_up:
+                    watch.times = [now + RETRY_S, *(now + RETRY_S + s for s in self._recheck_s)]
+                else:
+                    continue
+                if watch.times:
+                    self._watches.append(watch)
+
+    async def _look_again(self, watch: Watch) -> bool:
+        """False when the cache layer did not answer or the chunks could not be removed."""
+        dead = [
+            c
+            for c, n in zip(watch.chunks, self._references.holders(watch.space, watch.chunks), strict=True)
+            if n == 0
+        ]
+        if not dead:
+            return True
+        try:
+            placed = await self._backend.locate(watch.space, dead)
+            back = [chunk for chunk, tiers in zip(dead, placed, strict=True) if tiers]
+            if not back:
+                return True
+            await self._drop(watch.space, back, (Tier.HOST, Tier.DISK))
+        except BackendError as error:
+            self._count(error)
+            return False
+        self.stats.late_stores_removed += len(back)
+        return len(watch.times) > 1
+
+    @property
+    def watched(self) -> int:
+        return sum(len(watch.chunks) for watch in self._watches)
+
+    # ------------------------------------------------------------ closing
+
+    def _close(self, action_id: str, status: OutcomeStatus, **fields: object) -> None:
+        self._actions.update(action_id, status=status, finished_at=self._clock(), **fields)
+
+    def _failed(self, action_id: str, error: BackendError) -> None:
+        self._count(error)
+        self._close(action_id, OutcomeStatus.FAILED, reason=str(error))
+
+    def _count(self, error: BackendError) -> None:
+        self.stats.backend_errors[type(error).__name__] += 1

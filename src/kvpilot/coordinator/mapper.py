@@ -1,0 +1,240 @@
+"""From what the gateway saw to what the sessions' contexts are: events in, references moved."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvpilot.context.messages import message_hashes
+from kvpilot.domain import (
+    PromptKnown,
+    RequestFinished,
+    RequestStarted,
+    SessionState,
+    Signal,
+    Space,
+    TokenArray,
+    tokens_from_bytes,
+)
+from kvpilot.forecast import Forecast, GapForecaster
+from kvpilot.sessions.book import Change, Pause, Session, SessionBook, Started, Thread
+from kvpilot.sessions.references import ReferenceTable, Released
+
+Body = Mapping[str, Any]
+
+PROMPT_BLOCK = 512
+"""Characters (or token ids) of a completion's prompt that stand for one message when it is told apart by content."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request under way."""
+
+    started: Started
+    body: Body
+    at: float
+    prompt: TokenArray | None = None
+
+
+@dataclass(slots=True)
+class MapperStats:
+    events: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+    mapped: int = 0
+    mapped_within_1s: int = 0
+    without_request: int = 0
+    """Prompts and ends whose start was shed or came before a restart."""
+    expired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A request's prompt is known and its thread's reference has moved. ``reply`` is None until it ended."""
+
+    session: Session
+    thread: Thread
+    body: Body
+    prompt: TokenArray
+    output: TokenArray | None
+    reply: bytes
+    released: Released
+    change: Change
+
+
+def decode_body(raw: bytes) -> Body:
+    """The request's JSON object; an empty one for anything else (the engine will have refused it)."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def head_length(body: Body) -> int:
+    """How many leading entries of ``message_hashes(body)`` are tools and system messages; 0 if neither is there."""
+    messages = body.get("messages")
+    system = 0
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            break
+        system += 1
+    return 1 + system if system or body.get("tools") else 0
+
+
+def content_hashes(body: Body) -> list[bytes]:
+    """``message_hashes`` of a chat request; of a text completion, its prompt in blocks that are complete."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str | list) and "messages" not in body:
+        whole = len(prompt) // PROMPT_BLOCK * PROMPT_BLOCK
+        return message_hashes(
+            {"messages": [prompt[i : i + PROMPT_BLOCK] for i in range(0, whole, PROMPT_BLOCK)]}
+        )
+    return message_hashes(body)
+
+
+def tool_names(reply: bytes) -> list[str]:
+    """Names of the tool calls in a reply's message (JSON)."""
+    calls = decode_body(reply).get("tool_calls")
+    names = []
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        names.append(name if isinstance(name, str) else "?")
+    return names
+
+
+def pause_keys(session: Session, state: SessionState, tools: Sequence[str]) -> tuple[list[str], str]:
+    """The forecast's keys for a pause, special to general, and its prior."""
+    own = f"s:{session.tenant}/{session.id}"
+    if state is SessionState.WAITING_TOOL:
+        name = "+".join(sorted(set(tools))[:4])
+        return [f"{own}:tool:{name}", f"t:{session.tenant}:{name}", f"t:{name}", "tool"], "tool"
+    if state is SessionState.SUSPENDED:
+        return [f"{own}:suspended", "suspended"], "suspended"
+    return [f"{own}:human", f"h:{session.tenant}", "human"], "human"
+
+
+class Mapper:
+    """``space_of(salt)`` names the KV space of a request; ``clock`` gives unix seconds."""
+
+    def __init__(
+        self,
+        book: SessionBook,
+        references: ReferenceTable,
+        forecaster: GapForecaster,
+        space_of: Callable[[str], Space],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.book = book
+        self.references = references
+        self.forecaster = forecaster
+        self._space_of = space_of
+        self._clock = clock
+        self._pending: dict[str, Pending] = {}
+        self.stats = MapperStats()
+
+    def on_started(self, event: RequestStarted) -> Started:
+        body = decode_body(event.body)
+        hashes, head = content_hashes(body), head_length(body)
+        started = self.book.start(
+            tenant=event.tenant,
+            ref=event.session,
+            space=self._space_of(event.salt),
+            hashes=hashes,
+            head=head,
+            request_id=event.request_id,
+            now=event.at,
+        )
+        if started.pause is not None:
+            self._learn(started.session, started.pause)
+        self.stats.changes[started.change.value] += 1
+        self._pending[event.request_id] = Pending(started, body, event.at)
+        if started.change is Change.NEW:
+            self._borrow_head(started.thread, hashes, head)
+        return started
+
+    def _borrow_head(self, thread: Thread, hashes: Sequence[bytes], head: int) -> None:
+        """Until the prompt's tokens are known, hold the system prompt a relative has: it is about to be read."""
+        relative = self.book.head_relative(thread.session[0], thread.space.salt, hashes, head)
+        if relative is None or relative.owner not in self.references or relative.space != thread.space:
+            return
+        end = max((s.end for s in relative.segments if s.message < head - 1), default=0)
+        if end:
+            self.references.set(thread.owner, thread.space, self.references.tokens(relative.owner)[:end])
+
+    def on_prompt(self, event: PromptKnown) -> Mapped | None:
+        pending = self._pending.get(event.request_id)
+        if pending is None:
+            self.stats.without_request += 1
+            return None
+        pending.prompt = tokens_from_bytes(event.tokens)
+        return self._move(pending, pending.prompt, None, b"")
+
+    def on_finished(self, event: RequestFinished) -> Mapped | None:
+        pending = self._pending.pop(event.request_id, None)
+        if pending is None:
+            self.stats.without_request += 1
+            return None
+        session, thread = pending.started.session, pending.started.thread
+        complete = event.status < 400 and not event.aborted
+        self.book.finish(session, thread, tools=tool_names(event.message), asked=complete, now=event.at)
+        if pending.prompt is None:
+            return None
+        # The last sampled token was never fed back: its KV does not exist.
+        output = tokens_from_bytes(event.output_tokens)[:-1]
+        mapped = self._move(pending, np.concatenate((pending.prompt, output)), output, event.message)
+        self.stats.mapped += 1
+        if self._clock() - event.at <= 1.0:
+            self.stats.mapped_within_1s += 1
+        return mapped
+
+    def on_signal(self, event: Signal) -> Session | None:
+        return self.book.signal(event.tenant, event.session, event.kind, event.eta_s, event.at)
+
+    def expire(self, older_than: float) -> None:
+        """Close requests whose end was never told (shed, or a gateway worker died)."""
+        for request_id, pending in list(self._pending.items()):
+            if pending.at < older_than:
+                del self._pending[request_id]
+                self.stats.expired += 1
+                started = pending.started
+                self.book.finish(started.session, started.thread, tools=(), asked=False, now=self._clock())
+
+    def forecast(self, session: Session, now: float) -> Forecast | None:
+        """Time to the session's next request; None while it runs or after its end."""
+        if session.state in (SessionState.RUNNING, SessionState.ENDED):
+            return None
+        keys, prior = pause_keys(session, session.state, session.waiting_for)
+        return self.forecaster.forecast(keys, prior, max(0.0, now - session.since))
+
+    def _learn(self, session: Session, pause: Pause) -> None:
+        keys, _ = pause_keys(session, pause.state, pause.tools)
+        self.forecaster.observe(keys, pause.seconds)
+
+    def _move(self, pending: Pending, tokens: TokenArray, output: TokenArray | None, reply: bytes) -> Mapped:
+        started = pending.started
+        thread = started.thread
+        if started.session.key not in self.book.sessions:
+            # Ended and forgotten while this request ran: its context has no live holder any more.
+            self.references.set(thread.owner, thread.space, tokens)
+            released = self.references.drop(thread.owner)
+        else:
+            released = self.references.set(thread.owner, thread.space, tokens)
+            thread.tokens = len(tokens)
+        assert pending.prompt is not None
+        return Mapped(
+            session=started.session,
+            thread=thread,
+            body=pending.body,
+            prompt=pending.prompt,
+            output=output,
+            reply=reply,
+            released=released,
+            change=started.change,
+        )

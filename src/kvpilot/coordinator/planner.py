@@ -1,0 +1,111 @@
+"""Plans again and again, and starts what the plan says is due."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from kvpilot.coordinator.actions import Work
+from kvpilot.coordinator.service import CoordinatorService
+from kvpilot.coordinator.view import Reader
+from kvpilot.domain import ActionKind, ActionRecord, SessionState
+from kvpilot.plan import Decision, PlanSettings, plan
+from kvpilot.sessions.book import Thread
+
+log = logging.getLogger(__name__)
+
+REPEAT_S = 3.0
+"""A context is not planned for again sooner: the directory needs about a second to show what was done."""
+ENDED_KEPT_S = 600.0
+"""How long an ended session stays visible."""
+PAUSE_S = 0.05
+"""Least time between two plans, so that a burst of events is planned for once."""
+ORPHANS = ""
+
+
+class Planner:
+    def __init__(self, service: CoordinatorService, reader: Reader, settings: PlanSettings) -> None:
+        self._service = service
+        self._reader = reader
+        self._settings = settings
+        self._tried: dict[str, float] = {}
+
+    async def run(self, tick_s: float) -> None:
+        """Runs for ever: a plan every ``tick_s`` seconds, and soon after anything happened."""
+        changed = self._service.tasks.changed
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), tick_s)
+            changed.clear()
+            try:
+                self.tick()
+            except Exception:
+                log.exception("planning failed; going on")
+            await asyncio.sleep(min(PAUSE_S, tick_s))
+
+    def tick(self) -> list[ActionRecord]:
+        """One round; returns the actions started."""
+        now = self._service.clock()
+        self._service.mapper.expire(now - self._service.settings.request_timeout_s)
+        self._forget_old(now)
+        if self._service.mode != "kvpilot":
+            return []
+        started: list[ActionRecord] = []
+        for decision in self.decisions():
+            if decision.at <= now:
+                started += self._carry_out(decision, now)
+        return started
+
+    def decisions(self) -> list[Decision]:
+        """What the plan says now, with what it foresees; empty while nobody knows what is where."""
+        now = self._service.clock()
+        if self._service.residency.stale(now):
+            return []
+        recent = {owner for owner, at in self._tried.items() if now - at < REPEAT_S}
+        return plan(self._reader.snapshot(now, recent), self._settings)
+
+    def _carry_out(self, decision: Decision, now: float) -> list[ActionRecord]:
+        if decision.owner is None:
+            return self._demote_orphans(decision, now)
+        thread = self._service.book.thread(decision.owner)
+        if thread is None or decision.owner not in self._service.references:
+            return []
+        self._tried[decision.owner] = now
+        tenant, session = thread.session
+        if decision.kind is ActionKind.PREFETCH:
+            work = self._loadable(thread, decision.chunks)
+            return [self._service.begin_prefetch(work, tenant, session, "plan", decision.reason)]
+        work = Work(thread.space, tuple(self._service.references.chunks(thread.owner)), thread.owner)
+        return [self._service.begin_demote(work, tenant, session, "plan", decision.chunks, decision.reason)]
+
+    def _loadable(self, thread: Thread, limit: int) -> Work:
+        """The head of the context in which at most ``limit`` chunks are missing in host memory."""
+        chunks = self._service.references.chunks(thread.owner)
+        missing = end = 0
+        for chunk in chunks:
+            missing += not self._reader.in_host(thread.space, chunk)
+            if missing > limit:
+                break
+            end += 1
+        return Work(thread.space, tuple(chunks[: max(1, end)]), thread.owner)
+
+    def _demote_orphans(self, decision: Decision, now: float) -> list[ActionRecord]:
+        if now - self._tried.get(ORPHANS, 0.0) < REPEAT_S:
+            return []
+        self._tried[ORPHANS] = now
+        left, out = decision.chunks, []
+        for space, chunks in self._reader.orphans().items():
+            work = Work(space, tuple(chunks[:left]))
+            left -= len(work.chunks)
+            if work.chunks:
+                out.append(self._service.begin_demote(work, "", None, "plan", None, decision.reason))
+        return out
+
+    def _forget_old(self, now: float) -> None:
+        self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}
+        for session in list(self._service.book.sessions.values()):
+            idle = now - session.last_seen
+            ended = session.state is SessionState.ENDED and idle > ENDED_KEPT_S
+            if not session.in_flight and (ended or idle > self._service.settings.session_idle_s):
+                self._service.forget(session)

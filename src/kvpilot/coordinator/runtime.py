@@ -1,0 +1,172 @@
+"""Puts a coordinator together from its configuration: backend, ingest, store, service, sockets, API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI
+
+from kvpilot.backends.lmcache import LMCacheBackend
+from kvpilot.config import Config
+from kvpilot.context.segments import Segmenter
+from kvpilot.control.api import create_app
+from kvpilot.control.metrics import metrics_text
+from kvpilot.control.store import FLUSH_S, Store
+from kvpilot.coordinator.planner import Planner
+from kvpilot.coordinator.server import LinkServer
+from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
+from kvpilot.coordinator.view import Reader
+from kvpilot.domain import Event, Space
+from kvpilot.ingest.directory import DirectoryPoller
+from kvpilot.ingest.residency import Residency
+from kvpilot.ingest.vllm_events import KvEventSubscriber
+from kvpilot.link import command_endpoint, event_endpoint
+from kvpilot.plan import PlanSettings
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 30.0
+FORECAST_MEMORY = "gap_forecaster"
+
+
+class Runtime:
+    """Everything of one coordinator process. ``jobs`` run for ever; ``close`` after they were cancelled."""
+
+    def __init__(self, config: Config, model: str) -> None:
+        self.config = config
+        self.store = Store(config.state_dir / "coordinator.sqlite")
+        self.backend = LMCacheBackend.from_config(config)
+        self.residency = Residency()
+        self.poller = DirectoryPoller(self.backend, self.residency, config.coordinator.directory_poll_s)
+        self.events = (
+            KvEventSubscriber(config.engine.kv_events, self.residency, self.poller.nudge)
+            if config.engine.kv_events
+            else None
+        )
+        self.segmenter = make_segmenter(config, model)
+        self.service = CoordinatorService(
+            backend=self.backend,
+            residency=self.residency,
+            segmenter=self.segmenter,
+            space_of=lambda salt: Space(model=model, salt=salt),
+            settings=ServiceSettings(
+                mode=config.coordinator.mode,
+                recheck_s=config.coordinator.recheck_s,
+                session_idle_s=config.coordinator.session_idle_s,
+                request_timeout_s=config.gateway.read_timeout_s * 1.5,
+            ),
+            nudge=self.poller.nudge,
+        )
+        self.link = LinkServer(
+            event_endpoint(config), command_endpoint(config), self._on_event, self.service.command
+        )
+        reader = Reader(self.service)
+        self.planner = Planner(self.service, reader, PlanSettings())
+        self.app: FastAPI = create_app(
+            self.service,
+            self.planner,
+            reader,
+            lambda: metrics_text(self.service),
+            config.coordinator.token,
+        )
+
+    @classmethod
+    async def create(cls, config: Config) -> Runtime:
+        """Waits for the engine where it has to be asked for its model's name."""
+        runtime = cls(config, config.engine.cache_model_name or await ask_model_name(config))
+        await runtime.backend.start()
+        runtime.restore()
+        return runtime
+
+    def _on_event(self, event: Event) -> None:
+        self.service.handle(event)
+
+    def restore(self) -> None:
+        """Bring back what the store holds, before the first event is taken in."""
+        service, store = self.service, self.store
+        learned = store.load_memory(FORECAST_MEMORY)
+        if isinstance(learned, dict):
+            service.forecaster.load(learned)
+        for session, threads in store.load_sessions():
+            for thread, tokens in threads:
+                if tokens is not None:
+                    service.references.set(thread.owner, thread.space, tokens)
+                    thread.tokens = len(tokens)
+            service.book.restore(session, [thread for thread, _ in threads])
+        closed, pending = store.load_actions()
+        for record in closed:
+            service.actions.adopt(record)
+        service.actions.listener = store.put_action
+        service.on_session = store.session_changed
+        service.on_forget = store.session_forgotten
+        service.resume(pending)
+        if service.book.sessions:
+            log.info("restored %d sessions, %d open actions", len(service.book.sessions), len(pending))
+
+    def jobs(self) -> list[Callable[[], Awaitable[Any]]]:
+        jobs: list[Callable[[], Awaitable[Any]]] = [
+            self.link.run,
+            self.poller.run,
+            self.service.segments.run,
+            self.service.executor.watch_loop,
+            lambda: self.planner.run(self.config.coordinator.tick_s),
+            self._flush_loop,
+            self._housekeeping,
+        ]
+        if self.events is not None:
+            jobs.append(self.events.run)
+        return jobs
+
+    async def _flush_loop(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            try:
+                await self.store.flush(self.service.references)
+            except Exception:
+                log.exception("the store could not be written; going on without")
+
+    async def _housekeeping(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self._remember()
+
+    def _remember(self) -> None:
+        try:
+            self.store.put_memory(FORECAST_MEMORY, self.service.forecaster.dump())
+            self.store.prune_actions()
+        except Exception:
+            log.exception("the store could not be written; going on without")
+
+    async def close(self) -> None:
+        await self.service.close()
+        await self.store.flush(self.service.references)
+        self._remember()
+        await self.segmenter.close()
+        await self.backend.close()
+        self.store.close()
+
+
+def make_segmenter(config: Config, model: str) -> Segmenter:
+    """Local tokenizer files where there are any, the engine's own /tokenize otherwise."""
+    files = config.engine.tokenizer or model
+    served = config.engine.served_model_name or Path(config.engine.model).name
+    return Segmenter.create(files, engine_url=config.engine.url, model=served, api_key=config.engine.api_key)
+
+
+async def ask_model_name(config: Config) -> str:
+    """The name under which the cache layer keys the engine's KV: vLLM tells it as ``root`` of its model."""
+    headers = {"Authorization": f"Bearer {config.engine.api_key}"} if config.engine.api_key else {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as client:
+        while True:
+            try:
+                async with client.get(f"{config.engine.url}/v1/models") as response:
+                    models = (await response.json())["data"]
+                    return str(models[0].get("root") or models[0]["id"])
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
+                log.info("waiting for the engine at %s: %s", config.engine.url, error)
+                await asyncio.sleep(1.0)

@@ -1,0 +1,365 @@
+"""The coordinator's state, joined: what happened goes in, actions come out.
+
+Everything here runs on one event loop; actions are tasks of their own. Passive mode maps and observes the same,
+and starts nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpilot.backends.base import Backend
+from kvpilot.context.chunks import ChunkHasher
+from kvpilot.context.segments import Segmenter
+from kvpilot.coordinator.actions import ActionLog, Work
+from kvpilot.coordinator.commands import Missing, Resolver, Target, evictable
+from kvpilot.coordinator.executor import Executor
+from kvpilot.coordinator.mapper import Mapped, Mapper
+from kvpilot.coordinator.segmenting import SegmentQueue
+from kvpilot.coordinator.tasks import ActionTasks
+from kvpilot.domain import (
+    ActionKind,
+    ActionRecord,
+    Command,
+    Event,
+    OutcomeStatus,
+    PromptKnown,
+    RequestFinished,
+    RequestStarted,
+    SessionState,
+    Signal,
+    SignalKind,
+    Space,
+    TargetKind,
+    Tier,
+)
+from kvpilot.forecast import GapForecaster
+from kvpilot.ingest.residency import Residency
+from kvpilot.sessions.book import Session, SessionBook, Thread
+from kvpilot.sessions.references import ReferenceTable
+
+SIGNAL_ACTIONS: dict[SignalKind, ActionKind] = {
+    SignalKind.END: ActionKind.EVICT,
+    SignalKind.SUSPEND: ActionKind.DEMOTE,
+    SignalKind.RESUME: ActionKind.PREFETCH,
+    SignalKind.TOOL_FINISHED: ActionKind.PREFETCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """``mode``: kvpilot acts, passive observes. Times in seconds."""
+
+    mode: str = "kvpilot"
+    recheck_s: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)
+    session_idle_s: float = 86400.0
+    request_timeout_s: float = 900.0
+
+
+class CoordinatorService:
+    """``on_session`` and ``on_forget`` are told when a session's stored state changes (the store listens)."""
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        residency: Residency,
+        segmenter: Segmenter,
+        space_of: Callable[[str], Space],
+        settings: ServiceSettings,
+        nudge: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.mode = settings.mode
+        self.settings = settings
+        self.backend = backend
+        self.residency = residency
+        self.clock = clock
+        self.space_of = space_of
+        hasher = ChunkHasher(backend.chunk_size)
+        self.references = ReferenceTable(hasher)
+        self.book = SessionBook()
+        self.forecaster = GapForecaster()
+        self.mapper = Mapper(self.book, self.references, self.forecaster, space_of, clock)
+        self.segments = SegmentQueue(segmenter, self.book)
+        self.resolver = Resolver(self.book, self.references, hasher, self.segments.of)
+        self.actions = ActionLog()
+        self.executor = Executor(backend, self.references, self.actions, settings.recheck_s, nudge, clock)
+        self.tasks = ActionTasks()
+        self.on_session: Callable[[Session], None] = lambda session: None
+        self.on_forget: Callable[[Session], None] = lambda session: None
+
+    # ------------------------------------------------------------ what happened
+
+    def handle(self, event: Event) -> list[ActionRecord]:
+        """Take in one event; returns the actions it started."""
+        self.mapper.stats.events[type(event).__name__] += 1
+        self.tasks.changed.set()
+        if isinstance(event, RequestStarted):
+            started = self.mapper.on_started(event)
+            self.on_session(started.session)
+            return []
+        if isinstance(event, PromptKnown):
+            return self._mapped(self.mapper.on_prompt(event))
+        if isinstance(event, RequestFinished):
+            mapped = self._mapped(self.mapper.on_finished(event))
+            self.tasks.request_ended.set()
+            return mapped
+        return self._signalled(event)
+
+    def _mapped(self, mapped: Mapped | None) -> list[ActionRecord]:
+        if mapped is None:
+            return []
+        self.segments.put(mapped)
+        self.on_session(mapped.session)
+        dead = list(reversed(mapped.released.chunks))
+        thread = mapped.thread
+        if thread.leftover:
+            dead += [c for c in thread.leftover if not self.references.is_live(thread.space, c)]
+            thread.leftover = []
+        return self._evict_dead(mapped.session, mapped.released.space, dead, "supersession")
+
+    def _signalled(self, event: Signal) -> list[ActionRecord]:
+        session = self.mapper.on_signal(event)
+        if session is None:
+            return []
+        self.on_session(session)
+        kind = SIGNAL_ACTIONS.get(event.kind)
+        if kind is None:
+            return []
+        target = self.resolver.tree(session)
+        return self._begin(kind, session.tenant, session.id, f"{event.kind.value} signal", target)
+
+    # ------------------------------------------------------------ commands
+
+    async def command(self, command: Command) -> list[ActionRecord]:
+        """Start what somebody asks for; the records tell the plan, by their ids what became of it is read."""
+        self.tasks.changed.set()
+        session, tenant, source = command.session.id, command.tenant, command.source
+        try:
+            target = await self.resolver.resolve(command, self.space_of(command.salt))
+        except Missing as missing:
+            return [self._final(command.kind, tenant, session, source, OutcomeStatus.MISSING, str(missing))]
+        if command.target is TargetKind.SESSION and self.mode == "kvpilot":
+            self._announce(command.kind, target.sessions)
+        return self._begin(command.kind, tenant, session, source, target)
+
+    def _announce(self, kind: ActionKind, sessions: Iterable[Session]) -> None:
+        """A session-wide command says what the sessions are going to do."""
+        now = self.clock()
+        for session in sessions:
+            if session.in_flight:
+                continue
+            if kind is ActionKind.PREFETCH:
+                session.expected_at = now
+                if session.state in (SessionState.SUSPENDED, SessionState.ENDED):
+                    session.state, session.since = SessionState.WAITING_HUMAN, now
+            else:
+                ended = kind is ActionKind.EVICT
+                session.state = SessionState.ENDED if ended else SessionState.SUSPENDED
+                session.since, session.expected_at = now, None
+            self.on_session(session)
+
+    def _begin(
+        self, kind: ActionKind, tenant: str, session: str | None, source: str, target: Target
+    ) -> list[ActionRecord]:
+        if self.mode != "kvpilot":
+            reason = "passive mode: kvpilot observes only"
+            return [self._final(kind, tenant, session, source, OutcomeStatus.REJECTED, reason)]
+        if kind is ActionKind.EVICT:
+            return [self._begin_evict(tenant, session, source, target)]
+        works = [work for work in target.works if work.chunks]
+        if not works:
+            return [self._final(kind, tenant, session, source, OutcomeStatus.DONE, "nothing held")]
+        begin = self.begin_prefetch if kind is ActionKind.PREFETCH else self.begin_demote
+        return [begin(work, tenant, session, source) for work in works]
+
+    # ------------------------------------------------------------ evict
+
+    def _begin_evict(self, tenant: str, session: str | None, source: str, target: Target) -> ActionRecord:
+        owners = [thread.owner for thread in target.threads] if target.gives_up else []
+        planned = evictable(self.references, target.works, owners)
+        asked = len({chunk for work in target.works for chunk in work.chunks})
+        running = any(thread.in_flight for thread in target.threads)
+        record = self._open(
+            ActionKind.EVICT,
+            tenant,
+            session,
+            source,
+            planned,
+            skipped=asked - planned,
+            status=OutcomeStatus.DEFERRED if running else OutcomeStatus.ACCEPTED,
+            reason="a request of the session is running" if running else "",
+            work=target.works[0] if target.works else None,
+        )
+        self.tasks.start(self._evict(record, target), [t.owner for t in target.threads])
+        return record
+
+    async def _evict(self, record: ActionRecord, target: Target) -> None:
+        turns = [session.turns for session in target.sessions]
+        await self.tasks.drained(target.threads)
+        if turns != [session.turns for session in target.sessions]:
+            reason = "the session went on before its running request had ended"
+            self.actions.update(
+                record.id, status=OutcomeStatus.REJECTED, reason=reason, finished_at=self.clock()
+            )
+            return
+        if target.whole:
+            self._announce(ActionKind.EVICT, target.sessions)
+        dead: dict[Space, dict[bytes, None]] = {}
+        for work in target.works:
+            dead.setdefault(work.space, {}).update(dict.fromkeys(work.chunks))
+        for thread in target.threads:
+            if thread.owner in self.references and target.gives_up:
+                # The reply that was still being written when this was asked for is released here, too.
+                released = self._give_up(thread, target.cut, dead.get(thread.space, {}))
+                dead.setdefault(thread.space, {}).update(dict.fromkeys(reversed(released)))
+        works = [Work(space, tuple(chunks)) for space, chunks in dead.items()] or [Work(Space(""), ())]
+        await self.executor.evict(record.id, works[0])
+        for work in works[1:]:
+            more = self._open(
+                ActionKind.EVICT, record.tenant, record.session, record.source, len(work.chunks), work=work
+            )
+            await self.executor.evict(more.id, work)
+
+    def _give_up(self, thread: Thread, cut: int | None, asked: dict[bytes, None]) -> tuple[bytes, ...]:
+        """Take the thread's reference away, or, for a range edit, back to where the range began."""
+        session = self.book.sessions.get(thread.session)
+        if session is not None:
+            self.on_session(session)
+        if cut is None:
+            return self.references.drop(thread.owner).chunks
+        tokens = self.references.tokens(thread.owner)
+        if cut < len(tokens):
+            released = self.references.set(thread.owner, thread.space, tokens[:cut])
+            # Behind the range: unusable as a prefix; goes when the next prompt shows the new context.
+            thread.leftover += [chunk for chunk in reversed(released.chunks) if chunk not in asked]
+        return ()
+
+    def _evict_dead(
+        self, session: Session, space: Space, dead: Sequence[bytes], source: str
+    ) -> list[ActionRecord]:
+        if not dead or self.mode != "kvpilot":
+            return []
+        work = Work(space, tuple(dead))
+        record = self._open(ActionKind.EVICT, session.tenant, session.id, source, len(dead), work=work)
+        self.tasks.start(self.executor.evict(record.id, work), [])
+        return [record]
+
+    # ------------------------------------------------------------ demote and prefetch
+
+    def begin_demote(
+        self,
+        work: Work,
+        tenant: str,
+        session: str | None,
+        source: str,
+        limit: int | None = None,
+        reason: str = "",
+    ) -> ActionRecord:
+        """Demote what only the work's owner references; ``limit`` bounds the chunks (taken from the tail)."""
+        holders = self.references.holders(work.space, work.chunks)
+        own = 1 if work.owner is not None else 0
+        exclusive = tuple(c for c, n in zip(work.chunks, holders, strict=True) if n <= own)
+        planned = min(len(exclusive), limit) if limit is not None else len(exclusive)
+        skipped = len(work.chunks) - len(exclusive)
+        work = Work(work.space, exclusive, work.owner)
+        record = self._open(
+            ActionKind.DEMOTE, tenant, session, source, planned, skipped=skipped, reason=reason, work=work
+        )
+        self.tasks.start(self._demote(record, work, limit), [work.owner] if work.owner else [])
+        return record
+
+    async def _demote(self, record: ActionRecord, work: Work, limit: int | None) -> None:
+        thread = self.book.thread(work.owner) if work.owner else None
+        if thread is not None:
+            await self.tasks.drained([thread])
+        await self.executor.demote(record.id, work, limit)
+
+    def begin_prefetch(
+        self, work: Work, tenant: str, session: str | None, source: str, reason: str = ""
+    ) -> ActionRecord:
+        """Prefetch the owner's context up to the last chunk of ``work``: a chunk needs all before it."""
+        kind = ActionKind.PREFETCH
+        if work.owner is None or work.owner not in self.references:
+            why = "no context with these chunks is known"
+            return self._final(kind, tenant, session, source, OutcomeStatus.MISSING, why)
+        chunks = self.references.chunks(work.owner)
+        head = Work(work.space, tuple(chunks[: chunks.index(work.chunks[-1]) + 1]), work.owner)
+        there = 0
+        if not self.residency.stale(self.clock()):
+            there = self.residency.count(head.space, head.chunks).get(Tier.HOST, 0)
+        planned = len(head.chunks) - there
+        if not planned:
+            return self._final(
+                kind, tenant, session, source, OutcomeStatus.DONE, "already in host memory", there
+            )
+        record = self._open(kind, tenant, session, source, planned, skipped=there, reason=reason, work=head)
+        self.tasks.start(
+            self.executor.prefetch(record.id, head, self.references.tokens(work.owner)), [work.owner]
+        )
+        return record
+
+    # ------------------------------------------------------------ restart
+
+    def resume(self, pending: Sequence[tuple[ActionRecord, Work | None]]) -> None:
+        """Take up again what was acknowledged before a restart, and let go of what ended sessions held."""
+        for session in self.book.sessions.values():
+            if session.state is SessionState.ENDED:
+                for thread in session.threads.values():
+                    if thread.owner in self.references:
+                        released = self.references.drop(thread.owner)
+                        self._evict_dead(session, released.space, released.chunks[::-1], "session ended")
+        for record, work in pending:
+            self.actions.adopt(record)
+            if work is None or not work.chunks:
+                self._abandon(record, OutcomeStatus.FAILED, "the coordinator was restarted before it began")
+            elif record.kind is ActionKind.EVICT:
+                self.tasks.start(self.executor.evict(record.id, work), [])
+            elif record.kind is ActionKind.DEMOTE:
+                self.tasks.start(self.executor.demote(record.id, work), [work.owner] if work.owner else [])
+            elif work.owner is not None and work.owner in self.references:
+                tokens = self.references.tokens(work.owner)
+                self.tasks.start(self.executor.prefetch(record.id, work, tokens), [work.owner])
+            else:
+                self._abandon(record, OutcomeStatus.MISSING, "the context is no longer known")
+
+    def forget(self, session: Session) -> None:
+        """Forget a session; what only it referenced is left to the cache layer's own eviction."""
+        for thread in session.threads.values():
+            if thread.owner in self.references:
+                self.references.drop(thread.owner)
+            self.segments.forget(thread.owner)
+        self.book.drop(session)
+        self.on_forget(session)
+
+    # ------------------------------------------------------------ records
+
+    def _open(
+        self, kind: ActionKind, tenant: str, session: str | None, source: str, planned: int, **fields: Any
+    ) -> ActionRecord:
+        return self.actions.open(
+            kind, now=self.clock(), session=session, tenant=tenant, source=source, planned=planned, **fields
+        )
+
+    def _final(
+        self,
+        kind: ActionKind,
+        tenant: str,
+        session: str | None,
+        source: str,
+        status: OutcomeStatus,
+        reason: str,
+        skipped: int = 0,
+    ) -> ActionRecord:
+        return self._open(kind, tenant, session, source, 0, status=status, reason=reason, skipped=skipped)
+
+    def _abandon(self, record: ActionRecord, status: OutcomeStatus, reason: str) -> None:
+        self.actions.update(record.id, status=status, reason=reason, finished_at=self.clock())
+
+    async def close(self) -> None:
+        """Stop what runs; open actions stay open in the store and are taken up after a restart."""
+        await self.tasks.close()
