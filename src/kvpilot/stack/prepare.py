@@ -38,6 +38,7 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
     engines: list[plan.ProcessSpec] = []
     if embedded:
         python = find_engine_python(config)
+        preflight.check_memory(config, models.model_size(models.model_path(config.engine.model)))
         if (
             not Path(models.model_path(config.engine.model)).is_dir()
             and config.engine.model in models.BUILT_IN
@@ -47,27 +48,17 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
         size = models.model_size(path)
         config = _resolve_engine(config, path, size, say)
         preflight.check_memory(config, size)
-        _make_folders(config)
+        for folder in (config.state_dir / "disk", runtime_dir(config) / "tmp"):
+            folder.mkdir(parents=True, exist_ok=True)
         engines = plan.engine_specs(config, python, size)
     else:
         config = _resolve_served(config)
-        _make_folders(config)
     listener = _listen(config)
     config_file = config.state_dir / "config.json"
     config_file.touch(mode=0o600)  # It may hold tokens.
     config_file.write_bytes(dump_config(config))
     own = plan.own_specs(config, config_file, listener.fileno(), tuple(spec.name for spec in engines))
     return Prepared(config, [*engines, *own], listener)
-
-
-def _make_folders(config: Config) -> None:
-    try:
-        for folder in (config.state_dir / "disk", config.state_dir / "logs", runtime_dir(config) / "tmp"):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StackError(
-            f"cannot write to state folder {config.state_dir} ({error.strerror}): set --state"
-        ) from None
 
 
 def _resolve_engine(config: Config, path: str, size: models.ModelSize, say: Say) -> Config:

@@ -29,6 +29,7 @@ def run_stack(
     Whatever happens, nothing is left running and no shared memory of the stack remains.
     """
     lock = Lock(config.state_dir)
+    started = False
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     try:
@@ -42,12 +43,13 @@ def run_stack(
                 if log.name != "supervisor.log":
                     log.unlink()
             prepared = prepare(config, embedded=embedded, say=reporter.say)
+            started = True
             try:
                 asyncio.run(_run(prepared, reporter, lifeline))
             finally:
                 prepared.listener.close()
     finally:
-        lock.release()
+        lock.release(unused=not started)
 
 
 async def _run(prepared: Prepared, reporter: Reporter, lifeline: Lifeline | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import msgspec
 import psutil
 
 from kvpilot.config import Config
+from kvpilot.link import runtime_dir
 from kvpilot.stack import StackError, shm
 
 
@@ -86,9 +88,16 @@ class Lock:
     """Held by the one supervisor of a state folder; its file names the holder."""
 
     def __init__(self, state_dir: Path) -> None:
-        """Raises StackError when another supervisor holds the folder."""
-        state_dir.mkdir(parents=True, exist_ok=True)
-        self._handle = (state_dir / "supervisor.pid").open("a+")
+        """Raises StackError when another supervisor holds the folder, or it cannot be written."""
+        self._state_dir = state_dir
+        self._made_it = not state_dir.exists()
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True)
+            self._handle = (state_dir / "supervisor.pid").open("a+")
+        except OSError as error:
+            raise StackError(
+                f"cannot write to state folder {state_dir} ({error.strerror}): set --state"
+            ) from None
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -103,8 +112,13 @@ class Lock:
         self._handle.write(f"{os.getpid()} {start_time(os.getpid())}\n")
         self._handle.flush()
 
-    def release(self) -> None:
-        """Give the folder back. The file stays: removing it would race with the next holder."""
+    def release(self, *, unused: bool = False) -> None:
+        """Give the folder back; one that was made for a stack that was then refused goes away again.
+
+        Otherwise the file stays: removing it would race with the next holder.
+        """
+        if unused and self._made_it:
+            shutil.rmtree(self._state_dir, ignore_errors=True)
         self._handle.truncate(0)
         self._handle.close()
 
@@ -151,6 +165,11 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
+def remove_runtime(config: Config) -> None:
+    """Remove the folder of sockets and the engines' temporary files of a stack that has ended."""
+    shutil.rmtree(runtime_dir(config), ignore_errors=True)
+
+
 def clean_leftovers(state_dir: Path, of_supervisor: int | None = None) -> tuple[list[str], list[str]]:
     """End what a supervisor that was killed hard left running, and remove its shared memory.
 
@@ -170,6 +189,7 @@ def clean_leftovers(state_dir: Path, of_supervisor: int | None = None) -> tuple[
     }
     kill_groups(orphans.values(), grace_s=5)
     removed = shm.remove_orphans(status.shm)
+    remove_runtime(status.config)
     if orphans or removed or status.state != "stopped":
         status.state, status.shm = "stopped", {}
         for process in status.processes.values():

@@ -1,0 +1,62 @@
+"""``kvpilot bench …``."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpilot.cli.options import ConfigOption, StateOption, load
+from kvpilot.cli.user_errors import user_errors
+
+bench = typer.Typer(help="Benchmarks on the real stack.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(bench, name="bench", rich_help_panel="Measuring")
+
+
+@bench.command()
+def tiers(
+    model: Annotated[str, typer.Option("--model", "-m", help="m16k, m4x256, or a model folder.")] = "m16k",
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths in tokens, with commas; multiples of 256.")
+    ] = "8192,15360",
+    with_33k: Annotated[
+        bool, typer.Option("--with-33k", help="A context of 33,792 tokens too (recompute takes a minute).")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 9,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the results here (PNG).", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    state: StateOption = None,
+) -> None:
+    """What a session's next turn costs when its KV was pushed out: kvpilot, passive, recompute, limits."""
+    from rich.console import Console
+
+    from kvpilot.bench.lab import BenchError
+    from kvpilot.bench.tiers_report import bench_tiers, plot, print_table
+    from kvpilot.replay.client import ControlError
+    from kvpilot.replay.run import write_json
+
+    with user_errors(BenchError, ControlError, ValueError):
+        try:
+            lengths = [int(part) for part in contexts.split(",") if part.strip()]
+        except ValueError:
+            raise ValueError(f"--contexts {contexts}: give numbers with commas between them") from None
+        if with_33k:
+            lengths.append(33_792)
+        with tempfile.TemporaryDirectory(prefix="kvpilot-bench-") as folder:
+            settings = load(config, state or Path(folder), engine={"model": model})
+            document = bench_tiers(settings, lengths, rounds)
+        if json_file is not None:
+            write_json(json_file, document)
+        print_table(document, Console())
+        if plot_file is not None:
+            plot(document, plot_file)

@@ -1,0 +1,61 @@
+"""Fixtures every room's tests share: one real stack per session, and the folder of recorded traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpilot.config import Config, load_config
+from kvpilot.stack import StackError
+from kvpilot.stack.engine_env import find_engine_python
+from kvpilot.stack.launch import Endpoints, launch, with_free_ports
+
+PROJECT = Path(__file__).resolve().parent.parent
+ENGINE_TEST_TIMEOUT_S = 420
+"""A test that is the first to ask for the stack waits for vLLM to start, minutes on a busy machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TEST_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Small bounded tiers and free ports; skips without vLLM (``make test`` sets them up and demands them)."""
+    config = with_free_ports(load_config(environ={})).with_overrides(
+        engine={"model": "m16k", "max_model_len": 8192, "dev": True},
+        lmcache={"host_gb": 0.5, "disk_gb": 1.0},
+        state={"dir": str(tmp_path_factory.mktemp("stack"))},
+    )
+    try:
+        find_engine_python(config)
+    except StackError as error:
+        if os.environ.get("KVPILOT_REQUIRE_ENGINE"):
+            raise
+        pytest.skip(str(error))
+    return config
+
+
+@pytest.fixture(scope="session")
+def stack(engine_config: Config) -> Iterator[Endpoints]:
+    """A real stack: vLLM on CPU, LMCache, kvpilot's coordinator and gateway; model m16k, contexts to 8K.
+
+    Shared by the whole session: use texts of your own, never clear caches wholesale, and leave it as
+    healthy as you found it. Tests that use it carry ``@pytest.mark.engine``.
+    """
+    with launch(engine_config, wait_s=400) as endpoints:
+        yield endpoints
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """The recorded traces, or a skip that says where they were looked for."""
+    folder = Path(os.environ.get("KVPILOT_TRACES") or PROJECT.parent / "shared" / "traces")
+    if not folder.is_dir():
+        pytest.skip(f"no recorded traces at {folder} (set KVPILOT_TRACES)")
+    return folder
