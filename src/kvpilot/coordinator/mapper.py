@@ -38,6 +38,7 @@ class Pending:
 
     started: Started
     body: Body
+    hashes: Sequence[bytes]
     at: float
     prompt: TokenArray | None = None
 
@@ -60,6 +61,7 @@ class Mapped:
     session: Session
     thread: Thread
     body: Body
+    hashes: Sequence[bytes]
     prompt: TokenArray
     output: TokenArray | None
     reply: bytes
@@ -154,7 +156,7 @@ class Mapper:
         if started.pause is not None:
             self._learn(started.session, started.pause)
         self.stats.changes[started.change.value] += 1
-        self._pending[event.request_id] = Pending(started, body, event.at)
+        self._pending[event.request_id] = Pending(started, body, hashes, event.at)
         if started.change is Change.NEW:
             self._borrow_head(started.thread, hashes, head)
         return started
@@ -232,6 +234,7 @@ class Mapper:
             session=started.session,
             thread=thread,
             body=pending.body,
+            hashes=pending.hashes,
             prompt=pending.prompt,
             output=output,
             reply=reply,

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from kvpilot.backends.lmcache import LMCacheBackend
 from kvpilot.config import Config
+from kvpilot.context.engine_render import EngineRenderer
 from kvpilot.context.segments import Segmenter
 from kvpilot.control.api import create_app
 from kvpilot.control.metrics import metrics_text
@@ -48,11 +49,12 @@ class Runtime:
             if config.engine.kv_events
             else None
         )
-        self.segmenter = make_segmenter(config, model)
+        served = config.engine.served_model_name or Path(config.engine.model).name
+        self.renderer = EngineRenderer(config.engine.url, served, api_key=config.engine.api_key)
         self.service = CoordinatorService(
             backend=self.backend,
             residency=self.residency,
-            segmenter=self.segmenter,
+            segmenter=Segmenter.for_model(config.engine.tokenizer or model, self.renderer),
             space_of=lambda salt: Space(model=model, salt=salt),
             settings=ServiceSettings(
                 mode=config.coordinator.mode,
@@ -81,6 +83,9 @@ class Runtime:
         runtime = cls(config, config.engine.cache_model_name or await ask_model_name(config))
         await runtime.backend.start()
         runtime.restore()
+        await runtime.poller.start()
+        if runtime.events is not None:
+            await runtime.events.start()
         return runtime
 
     def _on_event(self, event: Event) -> None:
@@ -109,18 +114,15 @@ class Runtime:
             log.info("restored %d sessions, %d open actions", len(service.book.sessions), len(pending))
 
     def jobs(self) -> list[Callable[[], Awaitable[Any]]]:
-        jobs: list[Callable[[], Awaitable[Any]]] = [
+        """Coroutines that run for ever; one that ends is a fault."""
+        return [
             self.link.run,
-            self.poller.run,
             self.service.segments.run,
             self.service.executor.watch_loop,
             lambda: self.planner.run(self.config.coordinator.tick_s),
             self._flush_loop,
             self._housekeeping,
         ]
-        if self.events is not None:
-            jobs.append(self.events.run)
-        return jobs
 
     async def _flush_loop(self) -> None:
         while True:
@@ -144,18 +146,14 @@ class Runtime:
 
     async def close(self) -> None:
         await self.service.close()
+        if self.events is not None:
+            await self.events.close()
+        await self.poller.close()
         await self.store.flush(self.service.references)
         self._remember()
-        await self.segmenter.close()
+        await self.renderer.close()
         await self.backend.close()
         self.store.close()
-
-
-def make_segmenter(config: Config, model: str) -> Segmenter:
-    """Local tokenizer files where there are any, the engine's own /tokenize otherwise."""
-    files = config.engine.tokenizer or model
-    served = config.engine.served_model_name or Path(config.engine.model).name
-    return Segmenter.create(files, engine_url=config.engine.url, model=served, api_key=config.engine.api_key)
 
 
 async def ask_model_name(config: Config) -> str:

@@ -1,32 +1,44 @@
-"""Finds message boundaries beside everything else: newest prompt of each thread first come, older ones dropped."""
+"""Finds message boundaries beside everything else: one job per thread, newest prompt first come."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvpilot.context.segments import SegmentedPrompt, Segmenter
-from kvpilot.coordinator.mapper import Mapped
-from kvpilot.sessions.book import SessionBook, Thread
+from kvpilot.context.messages import common_prefix
+from kvpilot.context.segments import PreviousMap, SegmentedPrompt, Segmenter
+from kvpilot.coordinator.mapper import Mapped, decode_body
+from kvpilot.domain import TokenArray
+from kvpilot.sessions.book import Thread
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUE = 1000
 
 
-class SegmentQueue:
-    """One job per thread at most; a job replaces an older one of the same thread."""
+@dataclass(slots=True)
+class Known:
+    """The newest map of a thread, with what tells how much of it the next prompt shares."""
 
-    def __init__(self, segmenter: Segmenter, book: SessionBook) -> None:
+    map: SegmentedPrompt
+    tokens: TokenArray
+    hashes: Sequence[bytes]
+
+
+class SegmentQueue:
+    """A job replaces an older one of the same thread; beyond ``MAX_QUEUE`` the oldest are shed and counted."""
+
+    def __init__(self, segmenter: Segmenter) -> None:
         self._segmenter = segmenter
-        self._book = book
         self._jobs: OrderedDict[str, Mapped] = OrderedDict()
-        self._known: dict[str, SegmentedPrompt] = {}
+        self._known: dict[str, Known] = {}
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
         self.shed = 0
-        self.methods: dict[str, int] = {}
+        self.methods: Counter[str] = Counter()
 
     def put(self, mapped: Mapped) -> None:
         self._jobs[mapped.thread.owner] = mapped
@@ -39,24 +51,22 @@ class SegmentQueue:
         self._jobs.pop(owner, None)
         self._known.pop(owner, None)
 
-    def peek(self, owner: str) -> SegmentedPrompt | None:
-        return self._known.get(owner)
-
     async def of(self, thread: Thread) -> SegmentedPrompt | None:
-        """The thread's segments now, computed at once if they are still waiting."""
+        """The thread's map now, made at once if it is still waiting; None if there is none."""
         job = self._jobs.get(thread.owner)
         if job is not None:
             await self._do(job)
-        return self._known.get(thread.owner)
+        known = self._known.get(thread.owner)
+        return known.map if known else None
 
     async def run(self) -> None:
+        """Works off the queue; runs for ever."""
         while True:
             await self._wake.wait()
             if not self._jobs:
                 self._wake.clear()
                 continue
             await self._do(next(iter(self._jobs.values())))
-            await asyncio.sleep(0)
 
     async def _do(self, job: Mapped) -> None:
         async with self._lock:
@@ -64,19 +74,18 @@ class SegmentQueue:
             if self._jobs.get(owner) is not job:
                 return
             del self._jobs[owner]
-            try:
-                found = await self._segmenter.segment(
-                    job.body,
-                    job.prompt,
-                    previous=self._known.get(owner),
-                    output_tokens=job.output,
-                    reply=job.reply,
-                )
-            except Exception:
-                # Segments explain and serve range edits; their absence must not stop the mapping of chunks.
-                log.exception("segments of %s", owner)
-                return
-            self._known[owner] = found
-            job.thread.segments = tuple(found.segments)
+            found = await self._segmenter.segment(job.body, job.prompt, previous=self._previous(job))
+            self._known[owner] = Known(found, job.prompt, job.hashes)
+            segments = list(found.segments)
+            if job.output is not None and job.reply and found.message_ends:
+                segments += self._segmenter.reply(found, decode_body(job.reply), job.output)
+            job.thread.segments = tuple(segments)
             job.thread.segments_method = found.method
-            self.methods[found.method] = self.methods.get(found.method, 0) + 1
+            self.methods[found.method] += 1
+
+    def _previous(self, job: Mapped) -> PreviousMap | None:
+        known = self._known.get(job.thread.owner)
+        if known is None:
+            return None
+        shared = common_prefix(known.hashes, job.hashes)
+        return PreviousMap(known.map, known.tokens, shared - 1) if shared > 1 else None

@@ -84,7 +84,7 @@ class CoordinatorService:
         self.book = SessionBook()
         self.forecaster = GapForecaster()
         self.mapper = Mapper(self.book, self.references, self.forecaster, space_of, clock)
-        self.segments = SegmentQueue(segmenter, self.book)
+        self.segments = SegmentQueue(segmenter)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of)
         self.actions = ActionLog()
         self.executor = Executor(backend, self.references, self.actions, settings.recheck_s, nudge, clock)

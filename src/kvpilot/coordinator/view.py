@@ -77,7 +77,7 @@ class Reader:
         exclusive = 0
         if count_exclusive and any(host):
             holders = service.references.holders(space, chunks)
-            exclusive = sum(n == 1 and there for n, there in zip(holders, host, strict=True))
+            exclusive = sum(there for n, there in zip(holders, host, strict=True) if n == 1)
         return ThreadView(
             owner=thread.owner,
             session=session.id,

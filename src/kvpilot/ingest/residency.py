@@ -9,7 +9,7 @@ argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpilot.backends.base import Placement
@@ -17,9 +17,7 @@ from kvpilot.domain import Space, Tier, TierUsage, TokenArray
 from kvpilot.ingest.device import DevicePool
 
 _BITS = {Tier.HOST: 1, Tier.DISK: 2, Tier.POOL: 4}
-_ALL = 7
-_HOST = _BITS[Tier.HOST]
-_SETS = tuple(frozenset(tier for tier, bit in _BITS.items() if mask & bit) for mask in range(_ALL + 1))
+_SETS = tuple(frozenset(tier for tier, bit in _BITS.items() if mask & bit) for mask in range(8))
 
 _COVERAGE_SLACK = 0.01
 """How far directory and layer may differ in a tier's bytes while the directory is taken to know all."""
@@ -48,12 +46,13 @@ class Refresh:
 
 
 @dataclass(frozen=True, slots=True)
-class _Correction:
-    """Bits (``known``) of one chunk that something fresher than the listing told."""
+class _Seen:
+    """Something fresher than the listing told of one chunk in one tier."""
 
-    known: int
-    value: int
+    present: bool
     at: float
+    from_directory: bool = False
+    by_event: bool = False
 
 
 class Residency:
@@ -62,7 +61,8 @@ class Residency:
     def __init__(self, *, stale_after_s: float = 10.0) -> None:
         self._stale_after_s = stale_after_s
         self._spaces: dict[Space, dict[bytes, int]] = {}
-        self._corrections: dict[tuple[Space, bytes], _Correction] = {}
+        self._seen: dict[tuple[Space, bytes], dict[Tier, _Seen]] = {}
+        """What corrects the listing, until one shows the same or is known to know better."""
         self._by_short_hash: dict[int, list[tuple[Space, bytes]]] = {}
         self._pools: dict[str, tuple[str, DevicePool]] = {}
         self.usage: tuple[TierUsage, ...] = ()
@@ -99,6 +99,16 @@ class Residency:
             found += 1
         return found
 
+    def resident(self, tier: Tier) -> Iterator[tuple[Space, list[bytes]]]:
+        """Every chunk the view shows in ``tier``, per space. O(chunks known)."""
+        bit = _BITS.get(tier, 0)
+        corrected: dict[Space, list[bytes]] = {}
+        for space, chunk in self._corrections:
+            corrected.setdefault(space, []).append(chunk)
+        for space in {**self._spaces, **corrected}:
+            known = {**self._spaces.get(space, {}), **dict.fromkeys(corrected.get(space, ()), 0)}
+            yield space, [chunk for chunk in known if self._lookup(space, chunk) & bit]
+
     def device_prefix(self, space: Space, tokens: TokenArray) -> int:
         """Leading tokens resident in the device pool of the engine that holds most of them."""
         return max(
@@ -131,22 +141,19 @@ class Residency:
     def commit(self, refresh: Refresh) -> bool:
         """Make a complete listing the view. Returns whether anything changed.
 
-        Observations made after the listing was begun stay on top of it. So do host events that it
-        contradicts, as long as directory and layer disagree on how much there is: what happened while
-        LMCache's coordinator was away reached the event stream only.
+        Observations made after the listing was begun stay on top of it (those of one tier for a little longer:
+        the directory lags). So do others that it contradicts, as long as directory and layer disagree on how
+        much there is: the directory never learns what happened while LMCache's coordinator was away.
         """
         changed = refresh.spaces != self._spaces
-        self._spaces = refresh.spaces
+        known, self._spaces = self._spaces, refresh.spaces
         self.directory_at = refresh.started_at
         if changed:
             for space, chunks in refresh.spaces.items():
-                self.learn(space, chunks)
+                before = known.get(space, {})
+                self.learn(space, (chunk for chunk in chunks if chunk not in before))
             self._forget_short_hashes()
-        self._corrections = {
-            key: fix
-            for key, fix in self._corrections.items()
-            if self._still_holds(key, fix, refresh.started_at)
-        }
+        self._keep_seen(lambda key, tier, seen: self._still_holds(key, tier, seen, refresh.started_at))
         return changed
 
     def confirm(self, now: float) -> None:
@@ -159,7 +166,19 @@ class Residency:
     ) -> None:
         """Take over an answer of ``Backend.locate`` asked at ``now``."""
         for chunk, tiers in zip(chunks, found, strict=True):
-            self._corrections[(space, chunk)] = _Correction(_ALL, _mask(tiers), now)
+            seen = self._seen.setdefault((space, chunk), {})
+            for tier in _BITS:
+                earlier = seen.get(tier)
+                if earlier is None or earlier.from_directory or earlier.at < now - _DIRECTORY_LAG_S:
+                    seen[tier] = _Seen(tier in tiers, now, from_directory=True)
+        self.learn(space, chunks)
+
+    def observe_tier(
+        self, space: Space, chunks: Sequence[bytes], tier: Tier, present: bool, now: float
+    ) -> None:
+        """What the layer itself reported of one tier: all found by a prefetch, or deleted without a skip."""
+        for chunk in chunks:
+            self._seen.setdefault((space, chunk), {})[tier] = _Seen(present, now)
         self.learn(space, chunks)
 
     def learn(self, space: Space, chunks: Iterable[bytes]) -> None:
@@ -178,18 +197,12 @@ class Residency:
         owners = self._by_short_hash.get(short, ())
         if len(owners) != 1:
             return False
-        (key,) = owners
-        earlier = self._corrections.get(key)
-        value = _HOST if present else 0
-        if earlier is not None and earlier.known == _ALL:
-            self._corrections[key] = _Correction(_ALL, (earlier.value & ~_HOST) | value, now)
-        else:
-            self._corrections[key] = _Correction(_HOST, value, now)
+        self._seen.setdefault(owners[0], {})[Tier.HOST] = _Seen(present, now, by_event=True)
         return True
 
     def forget_host_events(self) -> None:
         """The event stream was interrupted: what it said may be outdated."""
-        self._corrections = {key: fix for key, fix in self._corrections.items() if fix.known != _HOST}
+        self._keep_seen(lambda _key, _tier, seen: not seen.by_event)
 
     def set_usage(self, usage: tuple[TierUsage, ...], listed_bytes: Mapping[Tier, int], now: float) -> None:
         """Bytes per tier from the layer itself, and what its directory lists (tiers not known left out)."""
@@ -213,15 +226,23 @@ class Residency:
 
     # ---------------------------------------------------------------- internals
 
-    def _still_holds(self, key: tuple[Space, bytes], fix: _Correction, listed_at: float) -> bool:
-        if fix.known == _ALL:
-            return fix.at >= listed_at
-        if len(self._by_short_hash.get(short_hash(key[1]), ())) != 1:
+    def _keep_seen(self, holds: Callable[[tuple[Space, bytes], Tier, _Seen], bool]) -> None:
+        kept = {}
+        for key, tiers in self._seen.items():
+            left = {tier: seen for tier, seen in tiers.items() if holds(key, tier, seen)}
+            if left:
+                kept[key] = left
+        self._seen = kept
+
+    def _still_holds(self, key: tuple[Space, bytes], tier: Tier, seen: _Seen, listed_at: float) -> bool:
+        if seen.from_directory:
+            return seen.at >= listed_at
+        if seen.by_event and len(self._by_short_hash.get(short_hash(key[1]), ())) != 1:
             return False
-        if fix.at >= listed_at - _DIRECTORY_LAG_S:
+        if seen.at >= listed_at - _DIRECTORY_LAG_S:
             return True
-        disagrees = (self._listed(*key) & _HOST) != fix.value
-        return disagrees and abs(1 - self.coverage.get(Tier.HOST, 1.0)) > _COVERAGE_SLACK
+        listed = bool(self._listed(*key) & _BITS[tier])
+        return listed != seen.present and abs(1 - self.coverage.get(tier, 1.0)) > _COVERAGE_SLACK
 
     def _forget_short_hashes(self) -> None:
         live = sum(len(chunks) for chunks in self._spaces.values())
@@ -236,8 +257,9 @@ class Residency:
 
     def _lookup(self, space: Space, chunk: bytes) -> int:
         mask = self._listed(space, chunk)
-        fix = self._corrections.get((space, chunk))
-        return mask if fix is None else (mask & ~fix.known) | fix.value
+        for tier, seen in self._seen.get((space, chunk), {}).items():
+            mask = mask | _BITS[tier] if seen.present else mask & ~_BITS[tier]
+        return mask
 
 
 def short_hash(chunk: bytes) -> int:
