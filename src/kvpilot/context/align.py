@@ -1,0 +1,264 @@
+"""Where the messages of a request lie in the prompt's text. Pure; offsets are bytes of the engine's tokens.
+
+Two ways. *By template*: the template rendered over the first k messages ends where message k ends in the full
+prompt, exactly. Templates that treat a last message in their own way (a kept thought, a closed tool group) are
+asked again with a stand-in message behind it. *By search*: each message's text is looked for behind the one
+before; template text between two messages then goes to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpilot.context.pieces import Piece, tool_shapes
+from kvpilot.context.render import RenderError
+from kvpilot.context.segmented import Span
+from kvpilot.context.vocabulary import TokenText
+
+Prepared = Mapping[str, Any]
+Render = Callable[[Sequence[Prepared], bool], bytes]
+"""Messages, with tools or not → bytes of their prompt, no generation prompt. Raises RenderError."""
+
+_SHORT = 24
+"""Texts of fewer bytes may turn up by chance: those that end at a special token are preferred."""
+_TRIES = 50
+_STAND_IN = "kvpilot"
+
+
+@dataclass(slots=True)
+class Layout:
+    """Byte offsets: message ``k`` is ``[ends[k - 1], ends[k])``, message 0 starts at ``first``."""
+
+    first: int = 0
+    ends: list[int] = field(default_factory=list)
+    tools: Span | None = None
+    per_tool: list[Span] = field(default_factory=list)
+    missing: int = 0
+    """Messages whose end is not exact: their text was not found where the template should have put it."""
+
+    def span(self, message: int) -> Span:
+        return (self.ends[message - 1] if message else self.first, self.ends[message])
+
+
+class Finder:
+    """Looks for pieces of messages in a prompt's text."""
+
+    def __init__(self, text: TokenText, normalize: Callable[[str], bytes]) -> None:
+        self.data = text.data
+        self.special = text.special_starts()
+        self._normalize = normalize
+
+    def piece(self, piece: Piece, start: int, end: int) -> Span | None:
+        """The first place of the piece in ``[start, end)``: all its needles, one behind the other."""
+        first: int | None = None
+        for needle in piece.needles:
+            found = self.any_of(needle, start, end)
+            if found is None:
+                return None
+            first = found[0] if first is None else first
+            start = found[1]
+        return None if first is None else (first, start)
+
+    def any_of(self, shapes: Sequence[str], start: int, end: int) -> Span | None:
+        """The place of the first of ``shapes`` that is there at all."""
+        for shape in shapes:
+            needle = self._normalize(shape)
+            at = self._find(needle, start, end) if needle else -1
+            if at >= 0:
+                return at, at + len(needle)
+        return None
+
+    def _find(self, needle: bytes, start: int, end: int) -> int:
+        first = self.data.find(needle, start, end)
+        if first < 0 or len(needle) >= _SHORT:
+            return first
+        at = first
+        for _ in range(_TRIES):
+            if at + len(needle) in self.special or at + len(needle) == len(self.data):
+                return at
+            at = self.data.find(needle, at + 1, end)
+            if at < 0:
+                break
+        return first
+
+    def pieces(self, pieces: Sequence[Piece], start: int, end: int) -> list[tuple[Piece, Span]]:
+        """Those pieces that are there, one behind the other."""
+        found = []
+        for piece in pieces:
+            place = self.piece(piece, start, end)
+            if place is not None:
+                found.append((piece, place))
+                start = place[1]
+        return found
+
+    def tools(self, tools: Sequence[Mapping[str, Any]], start: int, end: int) -> list[Span]:
+        """Each tool's JSON, or nothing at all when one of them is not there as it is."""
+        spans: list[Span] = []
+        for tool in tools:
+            found = self.any_of(tool_shapes(tool), spans[-1][1] if spans else start, end)
+            if found is None:
+                return []
+            spans.append(found)
+        return spans
+
+
+class TemplateAlignment:
+    """Message ends by rendering prefixes of the conversation. ``messages`` are prepared for the template."""
+
+    def __init__(
+        self,
+        finder: Finder,
+        render: Render,
+        messages: Sequence[Prepared],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        self._finder = finder
+        self._text = finder.data
+        self._render = render
+        self._messages = messages
+        self._pieces = pieces
+        self._stand_ins: dict[str, bytes | None] = {}
+
+    def ends(self, known: Sequence[int]) -> tuple[list[int], int]:
+        """The end of every message, and how many of them are not exact; ``known``: leading ends already known."""
+        ends: list[int | None] = list(known)
+        at = known[-1] if known else 0
+        for number in range(len(known), len(self._messages)):
+            end = self._end_after(number, at)
+            ends.append(end)
+            at = at if end is None else end
+        missing = ends.count(None)
+        return self._fill(ends), missing
+
+    def first(self, end: int) -> int:
+        """Where message 0 begins: behind what the template writes unasked (only told for a user message)."""
+        if self._messages[0].get("role") != "user" or not self._pieces[0]:
+            return 0
+        tail = self._stand_in("user")
+        if not tail:
+            return 0
+        header = tail.partition(_STAND_IN.encode())[0]
+        found = self._finder.piece(self._pieces[0][0], 0, end)
+        if not header or found is None:
+            return 0
+        return max(0, self._text.rfind(header, 0, found[0]))
+
+    def _end_after(self, number: int, at: int) -> int | None:
+        head = self._messages[: number + 1]
+        alone = self._try(head)
+        if alone is not None and len(alone) >= at and self._text.startswith(alone):
+            return len(alone)
+        seen = [] if alone is None else [alone]
+        for role in ("tool", "user") if self._next_role(number) == "tool" else ("user", "tool"):
+            tail = self._stand_in(role)
+            followed = self._try([*head, _stand_in_message(role)]) if tail else None
+            if not tail or followed is None:
+                continue
+            stem = followed.removesuffix(tail)
+            if len(stem) < len(followed) and len(stem) >= at and self._text.startswith(stem):
+                return len(stem)
+            seen.append(followed)
+        # The renderings part from the prompt: behind the message's own text, the message ends there.
+        for other in seen:
+            shared = common_length(self._text, other)
+            pieces = self._pieces[number]
+            found = self._finder.piece(pieces[-1], at, shared) if pieces and shared > at else None
+            if found is not None:
+                trailed = self._with_trailer(number, found[1])
+                return shared if trailed is None else trailed
+        return None
+
+    def _next_role(self, number: int) -> Any:
+        return self._messages[number + 1].get("role") if number + 1 < len(self._messages) else None
+
+    def _fill(self, ends: list[int | None]) -> list[int]:
+        """Ends that the template did not tell: looked for between those that it did."""
+        filled: list[int] = []
+        for number, end in enumerate(ends):
+            at = filled[-1] if filled else 0
+            if end is None:
+                limit = next((known for known in ends[number:] if known is not None), len(self._text))
+                found = self._finder.pieces(self._pieces[number], at, limit)
+                end = found[-1][1][1] if found else at
+                end = min(limit, self._with_trailer(number, end) or end)
+            filled.append(max(at, end))
+        return filled
+
+    def _with_trailer(self, number: int, end: int) -> int | None:
+        """The end of a message whose own text ends at ``end``, if the template's trailer is there, too."""
+        last = self._text[max(0, end - _SHORT) : end]
+        for tools in (True, False):
+            alone = self._try(self._messages[: number + 1], tools=tools)
+            if alone is not None and last in alone:
+                trailer = alone[alone.rfind(last) + len(last) :]
+                return end + len(trailer) if self._text.startswith(trailer, end) else None
+        return None
+
+    def _stand_in(self, role: str) -> bytes | None:
+        """What a following message of this role adds to a prompt, or None when the template won't tell."""
+        if role not in self._stand_ins:
+            self._stand_ins[role] = self._learn(role)
+        return self._stand_ins[role]
+
+    def _learn(self, role: str) -> bytes | None:
+        for length in range(1, min(4, len(self._messages)) + 1):
+            alone = self._try(self._messages[:length])
+            followed = self._try([*self._messages[:length], _stand_in_message(role)])
+            if alone is not None and followed is not None and followed.startswith(alone):
+                return followed[len(alone) :]
+        return None
+
+    def _try(self, messages: Sequence[Prepared], *, tools: bool = True) -> bytes | None:
+        try:
+            return self._render(messages, tools)
+        except RenderError:
+            return None
+
+
+def search_layout(
+    finder: Finder,
+    pieces: Sequence[Sequence[Piece]],
+    tools: Sequence[Mapping[str, Any]],
+    known: Sequence[int],
+) -> Layout:
+    """Layout by looking for each message's text behind the one before."""
+    layout = Layout(ends=list(known))
+    for message in pieces[len(known) :]:
+        at = layout.ends[-1] if layout.ends else 0
+        found = finder.pieces(message, at, len(finder.data))
+        layout.missing += not found
+        layout.ends.append(found[-1][1][1] if found else at)
+    layout.per_tool = finder.tools(tools, 0, len(finder.data))
+    if layout.per_tool:
+        layout.tools = (layout.per_tool[0][0], layout.per_tool[-1][1])
+    return layout
+
+
+def inserted_span(text: bytes, without: bytes, special: set[int]) -> Span | None:
+    """Where ``text`` has something that ``without`` lacks, when that is one single insertion.
+
+    An insertion can often be read in several ways (``<a><b>`` into ``<a>``: before or behind): the one that
+    begins with a special token is preferred.
+    """
+    length = len(text) - len(without)
+    start = common_length(text, without)
+    if length <= 0 or text[start + length :] != without[start:]:
+        return None
+    slack = common_length(text[:start][::-1], text[: start + length][::-1])
+    start = min((at for at in special if start - slack <= at <= start), default=start)
+    return start, start + length
+
+
+def common_length(a: bytes, b: bytes) -> int:
+    """Length of the common prefix."""
+    length = min(len(a), len(b))
+    differs = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _stand_in_message(role: str) -> Prepared:
+    return {"role": role, "content": _STAND_IN}

@@ -1,0 +1,110 @@
+"""Message ends asked from the engine, for models whose tokenizer files are not at hand.
+
+vLLM's ``POST /tokenize`` renders and tokenises a chat; the tokens of the first k messages, as far as they agree
+with the true prompt, end where message k ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from kvpilot.domain import TokenArray
+
+_PASSED_ON = ("chat_template_kwargs",)
+
+
+class EngineRenderError(RuntimeError):
+    """The engine did not answer in time or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """Token ends of the messages; ``inexact``: how many of them only mark where the renderings part."""
+
+    ends: list[int]
+    inexact: int
+    tools: tuple[int, int] | None
+
+
+class EngineRenderer:
+    """Asks one engine. ``budget_s`` bounds one alignment as a whole: messages beyond it are not told apart."""
+
+    def __init__(self, url: str, model: str, *, api_key: str = "", budget_s: float = 5.0) -> None:
+        self._url = f"{url.rstrip('/')}/tokenize"
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._budget_s = budget_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def layout(self, body: Mapping[str, Any], prompt: TokenArray, known: Sequence[int]) -> TokenLayout:
+        """Where each message ends in ``prompt``; ``known``: leading ends already known.
+
+        Raises EngineRenderError when the engine does not answer or does not render this prompt at all.
+        """
+        ends = list(known)
+        inexact = 0
+        tools = None
+        messages = body["messages"]
+        try:
+            async with asyncio.timeout(self._budget_s):
+                whole = await self._tokenize(body, messages, body.get("tools"), generation=True)
+                if not np.array_equal(whole, prompt):
+                    raise EngineRenderError("the engine's /tokenize renders another prompt")
+                if body.get("tools") and not known:
+                    tools = _insertion(whole, await self._tokenize(body, messages, None, generation=True))
+                while len(ends) < len(messages):
+                    tokens = await self._tokenize(
+                        body, messages[: len(ends) + 1], body.get("tools"), generation=False
+                    )
+                    shared = _common(tokens, prompt)
+                    inexact += shared < len(tokens)
+                    ends.append(max(shared, ends[-1] if ends else 0))
+        except TimeoutError:
+            if not ends:
+                raise EngineRenderError(f"no answer from {self._url} in {self._budget_s} s") from None
+            inexact += len(messages) - len(ends)
+            ends += [ends[-1]] * (len(messages) - len(ends))
+        except (aiohttp.ClientError, ValueError, KeyError) as error:
+            raise EngineRenderError(f"{self._url}: {error}") from None
+        return TokenLayout(ends, inexact, tools)
+
+    async def _tokenize(
+        self, body: Mapping[str, Any], messages: Sequence[Any], tools: Any, *, generation: bool
+    ) -> TokenArray:
+        request: dict[str, Any] = {key: body[key] for key in _PASSED_ON if key in body}
+        request |= {"model": self._model, "messages": list(messages), "add_generation_prompt": generation}
+        if tools:
+            request["tools"] = tools
+        if generation:
+            request["add_generation_prompt"] = body.get("add_generation_prompt", True)
+            request["continue_final_message"] = body.get("continue_final_message", False)
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        async with self._session.post(self._url, json=request) as response:
+            response.raise_for_status()
+            answer = await response.json()
+        return np.array(answer["tokens"], dtype=np.uint32)
+
+
+def _common(a: TokenArray, b: TokenArray) -> int:
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def _insertion(whole: TokenArray, without: TokenArray) -> tuple[int, int] | None:
+    """Where ``whole`` has what ``without`` lacks, when that is one single insertion."""
+    start, length = _common(whole, without), len(whole) - len(without)
+    if length <= 0 or not np.array_equal(whole[start + length :], without[start:]):
+        return None
+    return start, start + length
