@@ -103,7 +103,7 @@ class Residency:
         """Every chunk the view shows in ``tier``, per space. O(chunks known)."""
         bit = _BITS.get(tier, 0)
         corrected: dict[Space, list[bytes]] = {}
-        for space, chunk in self._corrections:
+        for space, chunk in self._seen:
             corrected.setdefault(space, []).append(chunk)
         for space in {**self._spaces, **corrected}:
             known = {**self._spaces.get(space, {}), **dict.fromkeys(corrected.get(space, ()), 0)}
