@@ -195,13 +195,13 @@ class CoordinatorService:
             reason="a request of the session is running" if running else "",
             work=target.works[0] if target.works else None,
         )
-        self.tasks.start(self._evict(record, target), [t.owner for t in target.threads])
+        turns = [session.turns for session in target.sessions]
+        self.tasks.start(self._evict(record, target, turns), [t.owner for t in target.threads])
         return record
 
-    async def _evict(self, record: ActionRecord, target: Target) -> None:
-        turns = [session.turns for session in target.sessions]
+    async def _evict(self, record: ActionRecord, target: Target, turns: Sequence[int]) -> None:
         await self.tasks.drained(target.threads)
-        if turns != [session.turns for session in target.sessions]:
+        if list(turns) != [session.turns for session in target.sessions]:
             reason = "the session went on before its running request had ended"
             self.actions.update(
                 record.id, status=OutcomeStatus.REJECTED, reason=reason, finished_at=self.clock()

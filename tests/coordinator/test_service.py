@@ -1,0 +1,246 @@
+"""What happens to KV when agents do what agents do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpilot.coordinator import executor
+from kvpilot.domain import (
+    ActionKind,
+    Command,
+    OutcomeStatus,
+    SessionRef,
+    SessionState,
+    SignalKind,
+    Space,
+    TargetKind,
+    Tier,
+)
+from tests.coordinator.world import World, text_tokens
+
+SYSTEM = {"role": "system", "content": "you are an agent with rules a b c d e f g h"}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def words(prefix: str, n: int) -> str:
+    return " ".join(f"{prefix}{i}" for i in range(n))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "CONFIRM_STEP_S", 0.005)
+    monkeypatch.setattr(executor, "CONFIRM_S", 0.1)
+    monkeypatch.setattr(executor, "STORE_WAIT_S", 0.1)
+    monkeypatch.setattr(executor, "RETRY_S", 0.02)
+
+
+async def test_ending_a_session_removes_only_what_no_other_session_holds() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    b = [SYSTEM, user(words("b", 20))]
+    world.turn(a, "A")
+    world.turn(b, "B")
+    (record,) = await world.settle(world.signal("A", SignalKind.END))
+    shared = len(set(world.chunks(a)) & set(world.chunks(b)))
+    assert shared >= 2
+    assert record.status is OutcomeStatus.DONE
+    assert record.confirmed == len(world.chunks(a)) - shared
+    assert world.held(a) == [True] * shared + [False] * (len(world.chunks(a)) - shared)
+    assert all(world.held(b))
+
+
+async def test_a_compaction_evicts_the_superseded_part_and_keeps_the_head() -> None:
+    world = World()
+    old = [SYSTEM, user(words("task", 10)), assistant(words("thought", 30)), user("go on")]
+    world.turn(old[:2], "A")
+    world.turn(old, "A")
+    new = [SYSTEM, user("summary " + words("sum", 8))]
+    (record,) = await world.settle(world.turn(new, "A"))
+    assert record.source == "supersession"
+    keep = len(set(world.chunks(old)) & set(world.chunks(new)))
+    assert keep >= 1
+    assert world.held(old) == [True] * keep + [False] * (len(world.chunks(old)) - keep)
+    assert all(world.held(new))
+
+
+async def test_growing_a_conversation_evicts_nothing() -> None:
+    world = World()
+    messages = [SYSTEM, user(words("u", 9))]
+    for turn in range(5):
+        assert world.turn(messages, "A") == []
+        messages = [*messages, assistant(words(f"t{turn}x", 7)), user(words(f"n{turn}x", 6))]
+
+
+async def test_a_side_call_under_the_same_id_is_not_a_compaction() -> None:
+    world = World()
+    main = [SYSTEM, user(words("main", 30))]
+    world.turn(main, "A")
+    title = [{"role": "system", "content": "make a title of five words"}, user("main0 main1")]
+    assert world.turn(title, "A") == []
+    assert world.turn([*main, assistant("ok"), user("more")], "A") == []
+    assert all(world.held(main))
+
+
+async def test_requests_in_parallel_under_one_id_do_not_supersede_each_other() -> None:
+    world = World()
+    one, two = [SYSTEM, user(words("one", 20))], [SYSTEM, user(words("two", 20))]
+    first, second = world.start(one, "A"), world.start(two, "A")
+    assert world.finish(first, one) == []
+    assert world.finish(second, two) == []
+    assert all(world.held(one)) and all(world.held(two))
+
+
+async def test_a_late_store_of_evicted_chunks_is_removed_again() -> None:
+    world = World(recheck_s=(0.02, 0.05))
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.settle(world.signal("A", SignalKind.END))
+    assert not any(world.held(a))
+    world.layer.store(Space("m"), text_tokens(a), Tier.DISK)
+    watching = asyncio.create_task(world.service.executor.watch_loop())
+    await asyncio.sleep(0.3)
+    watching.cancel()
+    assert not any(world.held(a))
+    assert world.service.executor.stats.late_stores_removed == len(world.chunks(a))
+
+
+async def test_what_a_dead_layer_kept_is_evicted_when_it_returns() -> None:
+    world = World(recheck_s=(0.01,))
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    world.layer.dead = True
+    (record,) = await world.settle(world.signal("A", SignalKind.END))
+    assert record.status is OutcomeStatus.FAILED
+    assert "dead" in record.reason
+    watching = asyncio.create_task(world.service.executor.watch_loop())
+    await asyncio.sleep(0.1)
+    world.layer.dead = False
+    await asyncio.sleep(0.2)
+    watching.cancel()
+    assert not any(world.held(a))
+
+
+async def test_eviction_waits_for_the_running_request_and_takes_its_reply_along() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    longer = [*a, assistant("ok"), user(words("more", 20))]
+    running = world.start(longer, "A")
+    (record,) = world.signal("A", SignalKind.END)
+    assert record.status is OutcomeStatus.DEFERRED
+    await asyncio.sleep(0.05)
+    assert all(world.held(a))
+    world.finish(running, longer)
+    (record,) = await world.settle([record])
+    assert record.status is OutcomeStatus.DONE
+    assert not any(world.held(longer))
+
+
+async def test_a_session_that_goes_on_is_not_evicted_by_an_older_command() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    running = world.start(a, "A")
+    (record,) = world.signal("A", SignalKind.END)
+    again = world.start(a, "A")
+    world.finish(running, a)
+    world.finish(again, a)
+    (record,) = await world.settle([record])
+    assert record.status is OutcomeStatus.REJECTED
+    assert all(world.held(a))
+
+
+async def test_ending_a_parent_ends_its_children() -> None:
+    world = World()
+    parent, child = [SYSTEM, user(words("p", 20))], [user(words("c", 20))]
+    world.turn(parent, "P", parent="P")
+    world.turn(child, "C", parent="P")
+    await world.settle(world.signal("P", SignalKind.END))
+    assert not any(world.held(parent)) and not any(world.held(child))
+
+
+async def test_demote_keeps_the_copy_below_and_what_others_use() -> None:
+    world = World()
+    a, b = [SYSTEM, user(words("a", 20))], [SYSTEM, user(words("b", 20))]
+    world.turn(a, "A")
+    world.turn(b, "B")
+    (record,) = await world.settle(world.signal("A", SignalKind.SUSPEND))
+    shared = set(world.chunks(a)) & set(world.chunks(b))
+    assert record.confirmed == len(world.chunks(a)) - len(shared)
+    for chunk in world.chunks(a):
+        tiers = world.layer.tiers(Space("m"), chunk)
+        assert tiers == ({Tier.HOST, Tier.DISK} if chunk in shared else {Tier.DISK})
+    assert world.service.book.get("default", "A").state is SessionState.SUSPENDED
+
+
+async def test_demote_never_drops_the_only_copy() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A", stored=False)
+    world.layer.store(Space("m"), text_tokens(a), Tier.HOST)
+    (record,) = await world.settle(world.signal("A", SignalKind.SUSPEND))
+    assert record.status is OutcomeStatus.CLIPPED
+    assert all(world.held(a))
+
+
+async def test_resume_brings_the_context_back_and_says_so() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.settle(world.signal("A", SignalKind.SUSPEND))
+    (record,) = await world.settle(world.signal("A", SignalKind.RESUME))
+    assert record.status is OutcomeStatus.DONE
+    assert record.confirmed == len(world.chunks(a))
+    assert all(Tier.HOST in world.layer.tiers(Space("m"), c) for c in world.chunks(a))
+
+
+async def test_a_prefetch_of_what_is_nowhere_is_clipped_not_done() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A", stored=False)
+    (record,) = await world.settle(world.signal("A", SignalKind.TOOL_FINISHED))
+    assert record.status is OutcomeStatus.CLIPPED
+    assert record.confirmed == 0
+
+
+async def test_passive_mode_maps_but_touches_nothing() -> None:
+    world = World(mode="passive")
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    (record,) = world.signal("A", SignalKind.END)
+    assert record.status is OutcomeStatus.REJECTED
+    assert world.turn([SYSTEM, user("other")], "A") == []
+    assert all(world.held(a)) and not world.layer.drops
+
+
+async def test_tenants_do_not_reach_each_others_sessions() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A", tenant="left")
+    world.turn(a, "A", tenant="right")
+    command = Command(ActionKind.EVICT, "left", "left", SessionRef("A"))
+    await world.settle(await world.service.command(command))
+    assert not any(world.held(a, "left"))
+    assert all(world.held(a, "right"))
+    (record,) = await world.service.command(Command(ActionKind.EVICT, "third", "third", SessionRef("A")))
+    assert record.status is OutcomeStatus.MISSING
+
+
+async def test_named_chunks_that_a_live_session_needs_survive() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    stray = world.layer.store(Space("m"), text_tokens([user(words("stray", 12))]))
+    names = tuple(c.hex() for c in [*world.chunks(a), *stray])
+    command = Command(ActionKind.EVICT, "default", "", SessionRef(), target=TargetKind.CHUNKS, chunks=names)
+    await world.settle(await world.service.command(command))
+    assert all(world.held(a))
+    assert not any(world.layer.tiers(Space("m"), c) for c in stray)

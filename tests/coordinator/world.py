@@ -1,0 +1,121 @@
+"""A coordinator service over the memory layer, driven by events as a gateway would send them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from kvpilot.context.segments import Segmenter
+from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
+from kvpilot.domain import (
+    ActionRecord,
+    PromptKnown,
+    RequestFinished,
+    RequestStarted,
+    SessionRef,
+    Signal,
+    SignalKind,
+    Space,
+    TokenArray,
+    tokens_to_bytes,
+)
+from kvpilot.ingest.residency import Residency
+from tests.coordinator.layer import MemoryLayer
+
+Message = dict[str, Any]
+
+
+def text_tokens(messages: list[Message]) -> TokenArray:
+    """One token per word: a template small enough to see through."""
+    words = " ".join(f"<{m['role']}> {m['content']}" for m in messages).split()
+    return np.array([hash_word(word) for word in words], dtype=np.uint32)
+
+
+def hash_word(word: str) -> int:
+    return int.from_bytes(word.encode()[:4].ljust(4, b"\0"), "big") % 50_000 + len(word)
+
+
+class World:
+    def __init__(
+        self, *, mode: str = "kvpilot", chunk_size: int = 4, recheck_s: tuple[float, ...] = (0.0,)
+    ) -> None:
+        self.now = 1000.0
+        self.layer = MemoryLayer(chunk_size)
+        self.residency = Residency()
+        self.service = CoordinatorService(
+            backend=self.layer,
+            residency=self.residency,
+            segmenter=Segmenter(None, None),
+            space_of=lambda salt: Space("m", salt),
+            settings=ServiceSettings(mode=mode, recheck_s=recheck_s),
+            clock=lambda: self.now,
+        )
+        self._ids = itertools.count(1)
+
+    async def observe(self) -> None:
+        """What the directory poller does."""
+        refresh = self.residency.begin_refresh(self.now)
+        async for page in self.layer.list_keys():
+            refresh.add(page)
+        self.residency.commit(refresh)
+        self.residency.set_usage(await self.layer.usage(), {}, self.now)
+
+    def start(self, messages: list[Message], session: str | None = None, **kw: Any) -> str:
+        request_id = f"r{next(self._ids)}"
+        tenant = kw.pop("tenant", "default")
+        body = {"messages": messages, **kw.pop("body", {})}
+        ref = SessionRef(session, kw.pop("parent", None), "agent_hint" if session else "content")
+        salt = "" if tenant == "default" else tenant
+        self.service.handle(
+            RequestStarted(
+                request_id, self.now, tenant, salt, ref, "/v1/chat/completions", json.dumps(body).encode()
+            )
+        )
+        return request_id
+
+    def finish(
+        self,
+        request_id: str,
+        messages: list[Message],
+        *,
+        reply: Message | None = None,
+        salt: str = "",
+        stored: bool = True,
+    ) -> list[ActionRecord]:
+        tokens = text_tokens(messages)
+        if stored:
+            self.layer.store(Space("m", salt), tokens)
+        message = reply or {"role": "assistant", "content": "ok"}
+        done = self.service.handle(PromptKnown(request_id, self.now, tokens_to_bytes(tokens)))
+        return done + self.service.handle(
+            RequestFinished(
+                request_id,
+                self.now,
+                200,
+                output_tokens=tokens_to_bytes([7]),
+                message=json.dumps(message).encode(),
+            )
+        )
+
+    def turn(self, messages: list[Message], session: str | None = None, **kw: Any) -> list[ActionRecord]:
+        reply, stored = kw.pop("reply", None), kw.pop("stored", True)
+        salt = "" if kw.get("tenant", "default") == "default" else kw["tenant"]
+        return self.finish(
+            self.start(messages, session, **kw), messages, reply=reply, salt=salt, stored=stored
+        )
+
+    def signal(self, session: str, kind: SignalKind, eta_s: float | None = None) -> list[ActionRecord]:
+        return self.service.handle(Signal(self.now, "default", SessionRef(session), kind, eta_s))
+
+    async def settle(self, records: list[ActionRecord]) -> list[ActionRecord]:
+        """The records once they are final."""
+        return [await self.service.actions.wait(r.id, 20.0) or r for r in records]
+
+    def chunks(self, messages: list[Message]) -> list[bytes]:
+        return self.service.resolver._hasher.hashes(text_tokens(messages))
+
+    def held(self, messages: list[Message], salt: str = "") -> list[bool]:
+        return [bool(self.layer.tiers(Space("m", salt), c)) for c in self.chunks(messages)]
