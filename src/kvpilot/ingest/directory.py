@@ -98,7 +98,7 @@ class DirectoryPoller:
         directory = await self._backend.directory_stats()
         changed = False
         moved = directory.mark != self._mark
-        if moved or now - self._listed_at >= _FULL_LISTING_S:
+        if moved or abs(now - self._listed_at) >= _FULL_LISTING_S:
             refresh = self._residency.begin_refresh(now)
             started = time.monotonic()
             async for page in self._backend.list_keys():
@@ -111,7 +111,7 @@ class DirectoryPoller:
             self._listed_at = now
         else:
             self._residency.confirm(now)
-        if now - self._usage_at >= (_USAGE_WHEN_MOVING_S if moved else _USAGE_S):
+        if abs(now - self._usage_at) >= (_USAGE_WHEN_MOVING_S if moved else _USAGE_S):
             await self._refresh_usage(directory.bytes, now)
         self._quiet_polls = 0 if moved else self._quiet_polls + 1
         self.stats.last_success_at = now
