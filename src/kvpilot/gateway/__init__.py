@@ -1,0 +1,1 @@
+"""The proxy agents talk to: parse, identify, forward; everything else happens beside the request."""

@@ -1,0 +1,181 @@
+"""The ASGI application: routes, limits and tenants. The work on one inference request is in ``exchange``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterable, AsyncIterator
+
+import msgspec
+
+from kvpilot.config import Config
+from kvpilot.context.chunks import ChunkHasher
+from kvpilot.domain import Signal
+from kvpilot.gateway.asgi import (
+    JSON,
+    ClientGone,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    WhileConnected,
+    body_chunks,
+    respond,
+    respond_error,
+)
+from kvpilot.gateway.call import Call
+from kvpilot.gateway.errors import GatewayError, not_found, too_busy
+from kvpilot.gateway.exchange import Exchange, relay_raw
+from kvpilot.gateway.headers import request_headers
+from kvpilot.gateway.link import GatewayLink
+from kvpilot.gateway.manage import answer
+from kvpilot.gateway.metrics import Metrics
+from kvpilot.gateway.request import Prepared, prepare, salted
+from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants
+from kvpilot.gateway.tokens import PromptParser
+from kvpilot.gateway.tools import Questions, Tools
+from kvpilot.gateway.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+_INFERENCE = ("/v1/chat/completions", "/v1/completions")
+
+
+class Gateway:
+    """ASGI callable, one per worker process. Its connections open with ASGI's start-up event."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tenants = Tenants(config.tenants)
+        self._upstream = Upstream(config)
+        self.link = GatewayLink(config)
+        self._tools = Tools(
+            config=config,
+            upstream=self._upstream,
+            link=self.link,
+            questions=Questions(),
+            hasher=ChunkHasher(config.lmcache.chunk_size),
+            prompts=PromptParser(),
+        )
+        self._metrics = Metrics(self.link)
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        elif scope["path"] == "/health":
+            await self._health(send)
+        elif scope["path"] == "/metrics":
+            kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+            await respond(send, 200, (kind,), self._metrics.text())
+        else:
+            await self._api(Call(scope), receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.link.start()
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                self._upstream.stop()
+                await self.link.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _health(self, send: Send) -> None:
+        engine = await self._upstream.healthy()
+        state = {
+            "status": "ok" if engine else "engine unreachable",
+            "engine": engine,
+            "coordinator": await self.link.alive(),
+        }
+        await respond(send, 200 if engine else 503, (JSON,), msgspec.json.encode(state))
+
+    async def _api(self, call: Call, receive: Receive, send: Send) -> None:
+        """One request, with its limits; whatever goes wrong becomes an answer the client understands."""
+        sent = 0
+
+        async def tracking_send(message: Message) -> None:
+            nonlocal sent
+            sent = sent or message.get("status", 0)
+            await send(message)
+
+        inference = call.path in _INFERENCE and call.method == "POST"
+        try:
+            if not call.inside_api:
+                raise not_found(call.path)
+            tenant = self._tenants.identify(call.headers)
+            if self._in_flight >= self._config.gateway.max_in_flight:
+                raise too_busy(self._config.gateway.max_in_flight)
+            self._in_flight += 1
+            self._metrics.in_flight.set(self._in_flight)
+            try:
+                if inference:
+                    await self._inference(call, tenant, receive, tracking_send)
+                else:
+                    await self._pass_through(call, tenant, receive, tracking_send)
+            finally:
+                self._in_flight -= 1
+                self._metrics.in_flight.set(self._in_flight)
+        except ClientGone:
+            self._metrics.aborted.inc()
+        except GatewayError as error:
+            if sent:
+                # The reply is under way: that it breaks off is the only sign left to give.
+                log.warning("%s: %s", call.path, error.message)
+            else:
+                await respond_error(tracking_send, error)
+        self._metrics.count(call.path if inference else "other", sent)
+
+    async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
+        raw = b"".join([chunk async for chunk in self._body(call, receive)])
+        began = time.perf_counter()
+        request = prepare(raw, call.headers, tenant, ask=self._tools.questions.allowed())
+        if request.hints.dropped:
+            self._metrics.hints_dropped.inc(len(request.hints.dropped))
+            log.info("session %s: dropped %s", request.hints.session.id, "; ".join(request.hints.dropped))
+        self._signal(request, tenant)
+        if request.hints.manage:
+            self._metrics.managed.inc()
+            return await answer(self._tools, request, call, send)
+        async with WhileConnected(receive) as connection:
+            connection.watch()
+            exchange = Exchange(self._tools, call, request, raw, tenant)
+            self._metrics.prepare.observe(time.perf_counter() - began)
+            await exchange.run(send, connection)
+        if connection.gone:
+            raise ClientGone
+        return None
+
+    async def _pass_through(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
+        headers = self._upstream.authorize(request_headers(call.raw_headers, {}, keep_length=True))
+        body: AsyncIterable[bytes] | bytes | None = None
+        async with WhileConnected(receive) as connection:
+            if tenant != DEFAULT_TENANT and call.has_body and "json" in call.headers.get("content-type", ""):
+                body = salted(b"".join([chunk async for chunk in self._body(call, receive)]), tenant)
+                headers = [(name, value) for name, value in headers if name != b"content-length"]
+                connection.watch()
+            elif call.has_body:
+                body = _then_watch(self._body(call, receive), connection)
+            else:
+                connection.watch()
+            async with await self._upstream.send(call.method, call.target, headers, body) as reply:
+                await relay_raw(reply, send, connection)
+        if connection.gone:
+            raise ClientGone
+
+    def _body(self, call: Call, receive: Receive) -> AsyncIterable[bytes]:
+        return body_chunks(receive, call.headers.get("content-length"), self._config.gateway.max_body_mb)
+
+    def _signal(self, request: Prepared, tenant: str) -> None:
+        for kind in request.hints.signals:
+            self.link.emit(Signal(at=time.time(), tenant=tenant, session=request.hints.session, kind=kind))
+
+
+async def _then_watch(body: AsyncIterable[bytes], connection: WhileConnected) -> AsyncIterator[bytes]:
+    async for chunk in body:
+        yield chunk
+    connection.watch()

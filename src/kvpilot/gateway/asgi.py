@@ -1,0 +1,94 @@
+"""The few pieces of ASGI the gateway needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+from kvpilot.gateway.errors import GatewayError, too_large
+from kvpilot.gateway.headers import RawHeaders
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had sent its request."""
+
+
+async def respond(send: Send, status: int, headers: RawHeaders, body: bytes) -> None:
+    """A whole reply at once; adds its length."""
+    all_headers = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_error(send: Send, error: GatewayError) -> None:
+    await respond(send, error.status, (JSON, *error.headers), error.body())
+
+
+async def body_chunks(receive: Receive, length: str | None, limit_mb: int) -> AsyncIterator[bytes]:
+    """The request's body as it arrives. Raises GatewayError 413 beyond the limit, ClientGone."""
+    limit = limit_mb * 1024 * 1024
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise too_large(limit_mb)
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise too_large(limit_mb)
+        if chunk:
+            yield chunk
+        if not message.get("more_body", False):
+            return
+
+
+class WhileConnected:
+    """Cancels the block it guards as soon as the client goes away; ``gone`` then tells so.
+
+    Guards from :meth:`watch` on, to be called when the request's body has been read, until :meth:`release`.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self.gone = False
+
+    async def __aenter__(self) -> WhileConnected:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.release()
+        if self.gone and kind is asyncio.CancelledError:
+            return self._task.uncancel() == 0
+        return False
+
+    def watch(self) -> None:
+        self._watcher = asyncio.create_task(self._watch())
+
+    def release(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self._watcher is not None:
+            self.gone = True
+            self._task.cancel()

@@ -1,0 +1,58 @@
+"""Errors of the gateway itself, in the shape OpenAI clients know."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GatewayError(Exception):
+    """A request the gateway answers itself, with ``status`` and a one-line ``message``."""
+
+    def __init__(
+        self, status: int, kind: str, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.headers = headers
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.status}
+        return msgspec.json.encode({"error": error})
+
+
+def too_large(limit_mb: int) -> GatewayError:
+    message = f"request body is larger than {limit_mb} MB (gateway.max_body_mb)"
+    return GatewayError(413, "invalid_request_error", message)
+
+
+def too_busy(limit: int) -> GatewayError:
+    message = f"{limit} requests are in flight already (gateway.max_in_flight); try again"
+    return GatewayError(503, "overloaded_error", message, ((b"retry-after", b"1"),))
+
+
+def unauthorized() -> GatewayError:
+    headers = ((b"www-authenticate", b"Bearer"),)
+    return GatewayError(401, "authentication_error", "unknown or missing API key", headers)
+
+
+def not_an_object() -> GatewayError:
+    return GatewayError(400, "invalid_request_error", "the body is not a JSON object")
+
+
+def unreachable(url: str) -> GatewayError:
+    return GatewayError(502, "api_connection_error", f"the engine at {url} cannot be reached")
+
+
+def broken_off(url: str) -> GatewayError:
+    return GatewayError(502, "api_connection_error", f"the engine at {url} broke off its reply")
+
+
+def timed_out(url: str, seconds: float) -> GatewayError:
+    message = f"the engine at {url} was silent for {seconds:g} s (gateway.read_timeout_s)"
+    return GatewayError(504, "timeout_error", message)
+
+
+def not_found(path: str) -> GatewayError:
+    return GatewayError(404, "not_found_error", f"no such path: {path}; the API is under /v1")

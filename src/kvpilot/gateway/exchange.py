@@ -1,0 +1,205 @@
+"""One inference request: asked, forwarded, relayed, and told to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from kvpilot.domain import (
+    CommandReply,
+    PromptKnown,
+    RequestFinished,
+    RequestStarted,
+    TokenArray,
+    tokens_to_bytes,
+)
+from kvpilot.gateway.asgi import Send, WhileConnected, respond
+from kvpilot.gateway.call import Call
+from kvpilot.gateway.errors import GatewayError
+from kvpilot.gateway.headers import RawHeaders, header_text, reply_headers, request_headers
+from kvpilot.gateway.manage import own_headers
+from kvpilot.gateway.reply import Facts, read_reply, with_chunk_hashes
+from kvpilot.gateway.request import TOKEN_IDS, Prepared, prepare
+from kvpilot.gateway.stream import StreamReader
+from kvpilot.gateway.tokens import parse_tokens
+from kvpilot.gateway.tools import Tools
+from kvpilot.gateway.upstream import UpstreamReply
+
+
+class Exchange:
+    """From the forwarding of a prepared request to its last byte and its last event."""
+
+    def __init__(self, tools: Tools, call: Call, request: Prepared, raw: bytes, tenant: str) -> None:
+        self._tools = tools
+        self._call = call
+        self._request = request
+        self._raw = raw
+        self._tenant = tenant
+        self._facts = Facts()
+        self._first_token_at: float | None = None
+        self._prompt_told = False
+        self._started = False
+        self._asked: asyncio.Task[CommandReply | None] | None = None
+        self._status = 0
+
+    async def run(self, send: Send, connection: WhileConnected) -> None:
+        """Forward and relay. Raises GatewayError as long as nothing was sent to the client."""
+        self._start()
+        whole = False
+        try:
+            async with await self._forward() as reply:
+                self._status = reply.status
+                if reply.status != 200 or not self._request.parsed or reply.encoded:
+                    await self._relay_raw(reply, send, connection)
+                elif reply.is_stream:
+                    await self._relay_stream(reply, send, connection)
+                else:
+                    await self._relay_whole(reply, send, connection)
+            whole = True
+        except GatewayError as error:
+            self._status = error.status
+            raise
+        finally:
+            self._finish(whole)
+
+    def _start(self) -> None:
+        request, link = self._request, self._tools.link
+        if request.hints.commands:
+            timeout = self._tools.config.gateway.command_timeout_s
+            self._asked = asyncio.create_task(link.ask(request.hints.commands, timeout))
+        if not request.parsed:
+            return
+        self._started = True
+        link.emit(
+            RequestStarted(
+                request_id=self._call.id,
+                at=time.time(),
+                tenant=self._tenant,
+                salt=request.salt,
+                session=request.hints.session,
+                path=self._call.path,
+                body=self._raw,
+            )
+        )
+
+    def _finish(self, whole: bool) -> None:
+        if not self._started:
+            return
+        self._tell_prompt()
+        facts = self._facts
+        usage = facts.usage
+        details = usage.prompt_tokens_details if usage else None
+        self._tools.link.emit(
+            RequestFinished(
+                request_id=self._call.id,
+                at=time.time(),
+                status=self._status,
+                first_token_at=self._first_token_at,
+                output_tokens=tokens_to_bytes(self._output_tokens()),
+                finish_reason=facts.finish_reason,
+                message=facts.message,
+                prompt_token_count=usage.prompt_tokens if usage else 0,
+                cached_token_count=details.cached_tokens if details else None,
+                completion_token_count=(usage.completion_tokens or 0) if usage else 0,
+                aborted=not whole,
+            )
+        )
+
+    async def _forward(self) -> UpstreamReply:
+        """Send the request; when the engine refuses it because of what was added, send it without."""
+        request = self._request
+        reply = await self._send(request)
+        if reply.status not in (400, 422) or not request.added:
+            return reply
+        async with reply:
+            text = await reply.read()
+        refused = frozenset(name for name in request.added if name.encode() in text)
+        if not refused:
+            return await self._send(request)
+        keep = tuple(name for name in self._tools.questions.allowed() if name not in refused)
+        self._request = prepare(self._raw, self._call.headers, self._tenant, ask=keep)
+        reply = await self._send(self._request)
+        if reply.status == 200:
+            self._tools.questions.refuse(refused)
+        return reply
+
+    async def _send(self, request: Prepared) -> UpstreamReply:
+        replace = {b"accept-encoding": b"identity"}
+        session = request.hints.session
+        if session.id is not None and session.source != "headers":
+            replace[b"x-session-id"] = header_text(session.id)
+        headers = self._tools.upstream.authorize(request_headers(self._call.raw_headers, replace))
+        return await self._tools.upstream.send(self._call.method, self._call.target, headers, request.body)
+
+    async def _relay_whole(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
+        text = await reply.read()
+        connection.release()
+        if (read := read_reply(text)) is not None:
+            self._facts.take(read)
+            if TOKEN_IDS in self._request.added:
+                text = read.without_ids
+            if self._request.chunk_hashes:
+                text = with_chunk_hashes(text, self._chunk_hashes())
+        headers = reply_headers(reply.headers, keep_length=False)
+        await respond(send, reply.status, [*headers, *self._own_headers()], text)
+
+    async def _relay_stream(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
+        reader = StreamReader(self._request.added)
+        self._facts = reader.facts
+        headers = [*reply_headers(reply.headers, keep_length=False), *self._own_headers()]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        try:
+            async for data in reply.chunks():
+                out = reader.feed(data)
+                if reader.has_output and self._first_token_at is None:
+                    self._first_token_at = time.time()
+                if out:
+                    await send({"type": "http.response.body", "body": out, "more_body": True})
+                self._tell_prompt()
+            connection.release()
+            await send({"type": "http.response.body", "body": reader.close()})
+        finally:
+            self._facts.message = reader.message()
+
+    async def _relay_raw(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
+        await relay_raw(reply, send, connection, self._own_headers())
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        """Action ids are on the reply when the coordinator answered before the engine did."""
+        answered = self._asked.result() if self._asked is not None and self._asked.done() else None
+        return own_headers(self._request, answered.actions if answered else ())
+
+    def _tell_prompt(self) -> None:
+        if self._prompt_told or not self._facts.prompt_ids or not self._started:
+            return
+        self._prompt_told = True
+        tokens = self._tools.prompts.parse(self._facts.prompt_ids)
+        if tokens is not None:
+            event = PromptKnown(request_id=self._call.id, at=time.time(), tokens=tokens_to_bytes(tokens))
+            self._tools.link.emit(event)
+
+    def _output_tokens(self) -> TokenArray:
+        parts = [tokens for raw in self._facts.output_ids if (tokens := parse_tokens(raw)) is not None]
+        return np.concatenate(parts) if parts else np.empty(0, dtype="<u4")
+
+    def _chunk_hashes(self) -> list[str]:
+        """Hex hashes of the full chunks whose KV exists: all but the last sampled token was computed."""
+        prompt = self._tools.prompts.parse(self._facts.prompt_ids)
+        if prompt is None:
+            return []
+        tokens = np.concatenate((prompt, self._output_tokens()[:-1]))
+        return [value.hex() for value in self._tools.hasher.hashes(tokens)]
+
+
+async def relay_raw(
+    reply: UpstreamReply, send: Send, connection: WhileConnected, own: RawHeaders = ()
+) -> None:
+    """Status, headers and body as the engine sends them, byte for byte."""
+    headers = [*reply_headers(reply.headers, keep_length=True), *own]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    async for data in reply.chunks():
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    connection.release()
+    await send({"type": "http.response.body", "body": b""})

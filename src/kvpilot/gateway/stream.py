@@ -1,0 +1,157 @@
+"""Server-sent events on their way through: read for facts, and without what only kvpilot asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from kvpilot.gateway.reply import Choice, Facts, Reply, read_reply, text_message
+from kvpilot.gateway.request import TOKEN_IDS, USAGE
+
+_END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
+"""A blank line. A carriage return at the very end of what has arrived may still become a CRLF: not yet one."""
+_DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
+_EMPTY_DELTAS = (b"", b"{}")
+
+
+def split_events(buffer: bytes) -> tuple[list[bytes], bytes]:
+    """Complete events, each with its closing blank line, and the rest."""
+    events: list[bytes] = []
+    start = 0
+    for match in _END.finditer(buffer):
+        events.append(buffer[start : match.end()])
+        start = match.end()
+    return events, buffer[start:]
+
+
+class StreamReader:
+    """One streamed reply. ``feed`` takes bytes as they arrive, cut anywhere, and returns what goes on.
+
+    Facts accumulate in ``facts``; the reply's message is put together by :meth:`message`.
+    """
+
+    def __init__(self, added: frozenset[str]) -> None:
+        self.facts = Facts()
+        self.has_output = False
+        """Whether a chunk with output (text or token ids) has been seen."""
+        self._hide_ids = TOKEN_IDS in added
+        self._hide_usage = USAGE in added
+        self._rest = b""
+        self._held = b""
+        self._held_span = (0, 0)
+        self._deltas: list[bytes] = []
+        self._texts: list[bytes] = []
+
+    def feed(self, data: bytes) -> bytes:
+        events, self._rest = split_events(self._rest + data)
+        return b"".join(out for event in events for out in self._event(event))
+
+    def close(self) -> bytes:
+        """What is left when the engine has closed the stream."""
+        rest, self._rest = self._rest, b""
+        return b"".join((self._release(), *(self._event(rest) if rest else ()), self._release()))
+
+    def message(self) -> bytes:
+        """The first choice's message as JSON (content, reasoning, tool calls joined from their deltas)."""
+        if self._texts:
+            text = "".join(msgspec.json.decode(piece, type=str) for piece in self._texts)
+            return text_message(msgspec.json.encode(text))
+        return msgspec.json.encode(join_deltas(self._deltas)) if self._deltas else b""
+
+    def _event(self, event: bytes) -> Iterator[bytes]:
+        lines = list(_DATA.finditer(event))
+        read = read_reply(lines[0][1]) if len(lines) == 1 else None
+        if read is None:
+            # Comments, [DONE], errors, and anything else that is not a chunk.
+            yield self._release()
+            yield event
+            return
+        reply = read.reply
+        self.facts.take(read)
+        for choice in reply.choices:
+            self._take(choice, read.output_ids)
+        if self._hide_usage and not reply.choices and reply.usage is not None:
+            yield self._release(bytes(reply.system_fingerprint))
+            return
+        yield self._release()
+        start, end = lines[0].span(1)
+        if self._hide_ids:
+            if self._exists_for_ids_only(reply):
+                return
+            event = event[:start] + read.without_ids + event[end:]
+            end = start + len(read.without_ids)
+        if self._hide_usage and any(choice.finish_reason for choice in reply.choices):
+            # Without our question the engine's fingerprint would be on this chunk; it comes with the next.
+            self._held, self._held_span = event, (start, end)
+            return
+        yield event
+
+    def _take(self, choice: Choice, ids: bytes) -> None:
+        if choice.index != 0:
+            return
+        delta, text = bytes(choice.delta), bytes(choice.text)
+        if delta:
+            self._deltas.append(delta)
+        if text.startswith(b'"'):
+            self._texts.append(text)
+        has_text = text not in (b"", b'""') or (delta not in _EMPTY_DELTAS and b'"content":""' not in delta)
+        self.has_output = self.has_output or ids not in (b"", b"[]") or has_text
+
+    @staticmethod
+    def _exists_for_ids_only(reply: Reply) -> bool:
+        """vLLM sends a chunk for tokens that made no delta only to who wants token ids (or logprobs)."""
+        return bool(reply.choices) and all(
+            bytes(choice.delta) == b"{}"
+            and choice.finish_reason is None
+            and bytes(choice.logprobs) == b"null"
+            for choice in reply.choices
+        )
+
+    def _release(self, fingerprint: bytes = b"null") -> bytes:
+        event, self._held = self._held, b""
+        if not event or fingerprint in (b"null", b""):
+            return event
+        start, end = self._held_span
+        data = event[start:end].rstrip()
+        if not data.endswith(b"}") or b'"system_fingerprint"' in data:
+            return event
+        return b"".join((event[:start], data[:-1], b',"system_fingerprint":', fingerprint, b"}", event[end:]))
+
+
+def join_deltas(deltas: list[bytes]) -> dict[str, Any]:
+    """A message from its deltas: texts are joined, tool calls by their index, the last of anything else wins."""
+    message: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for raw in deltas:
+        try:
+            delta = msgspec.json.decode(raw)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(delta, dict):
+            continue
+        tool_calls = delta.pop("tool_calls", None)
+        _join(message, delta)
+        for position, call in enumerate(tool_calls if isinstance(tool_calls, list) else ()):
+            if isinstance(call, dict):
+                index = call.pop("index", position)
+                _join(calls.setdefault(index if isinstance(index, int) else position, {}), call)
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message
+
+
+_ONCE = frozenset({"role", "id", "type", "name"})
+
+
+def _join(into: dict[str, Any], delta: dict[str, Any]) -> None:
+    for key, value in delta.items():
+        old = into.get(key)
+        if isinstance(old, str) and isinstance(value, str) and key not in _ONCE:
+            into[key] = old + value
+        elif isinstance(old, dict) and isinstance(value, dict):
+            _join(old, value)
+        elif value is not None or key not in into:
+            into[key] = value

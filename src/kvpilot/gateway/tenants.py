@@ -1,0 +1,48 @@
+"""API key → tenant → cache salt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from kvpilot.gateway.errors import unauthorized
+
+DEFAULT_TENANT = "default"
+MAX_SALT = 128
+"""Longest cache_salt LMCache takes; it also forbids ``@ / \\`` and NUL."""
+
+
+class Tenants:
+    """Who a request belongs to. Without keys everybody is the default tenant."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._keys = dict(keys)
+
+    @property
+    def named(self) -> bool:
+        return bool(self._keys)
+
+    def identify(self, headers: Mapping[str, str]) -> str:
+        """The tenant of a request; raises GatewayError 401 for a key nobody has."""
+        if not self._keys:
+            return DEFAULT_TENANT
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        tenant = self._keys.get(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise unauthorized()
+        return tenant
+
+
+def tenant_salt(tenant: str, client_salt: str = "") -> str:
+    """The salt of a named tenant's KV: never equal for two tenants, whatever their names and clients' salts.
+
+    Percent-encoding keeps out the characters LMCache forbids and the separators used here.
+    """
+    salt = quote(tenant, safe="")
+    if client_salt:
+        salt = f"{salt}:{quote(client_salt, safe='')}"
+    if len(salt) <= MAX_SALT:
+        return salt
+    digest = hashlib.sha256(salt.encode()).hexdigest()
+    return f"{salt[: MAX_SALT - len(digest) - 1]}#{digest}"
