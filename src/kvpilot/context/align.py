@@ -27,6 +27,8 @@ _SHORT = 24
 """Texts of fewer bytes may turn up by chance: those that end at a special token are preferred."""
 _TRIES = 50
 _STAND_IN = "kvpilot"
+_FOLLOWING = (("tool",), ("tool", "user"), ("user",))
+"""Roles of stand-ins behind a message: the running turn goes on, an old one goes on, a new one begins."""
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class TemplateAlignment:
         self._render = render
         self._messages = messages
         self._pieces = pieces
-        self._stand_ins: dict[str, bytes | None] = {}
+        self._stand_ins: dict[tuple[str, ...], tuple[bytes, ...]] = {}
 
     def ends(self, known: Sequence[int]) -> tuple[list[int], int]:
         """The end of every message, and how many of them are not exact; ``known``: leading ends already known."""
@@ -136,16 +138,9 @@ class TemplateAlignment:
 
     def first(self, end: int) -> int:
         """Where message 0 begins: behind what the template writes unasked (only told for a user message)."""
-        if self._messages[0].get("role") != "user" or not self._pieces[0]:
-            return 0
-        tail = self._stand_in("user")
-        if not tail:
-            return 0
-        header = tail.partition(_STAND_IN.encode())[0]
-        found = self._finder.piece(self._pieces[0][0], 0, end)
-        if not header or found is None:
-            return 0
-        return max(0, self._text.rfind(header, 0, found[0]))
+        tails = self._stand_in(("user",)) if self._messages[0].get("role") == "user" else ()
+        header = tails[0].partition(_STAND_IN.encode())[0] if tails else b""
+        return max(0, self._text.find(header, 0, end)) if header else 0
 
     def _end_after(self, number: int, at: int) -> int | None:
         head = self._messages[: number + 1]
@@ -153,14 +148,16 @@ class TemplateAlignment:
         if alone is not None and len(alone) >= at and self._text.startswith(alone):
             return len(alone)
         seen = [] if alone is None else [alone]
-        for role in ("tool", "user") if self._next_role(number) == "tool" else ("user", "tool"):
-            tail = self._stand_in(role)
-            followed = self._try([*head, _stand_in_message(role)]) if tail else None
-            if not tail or followed is None:
+        following = _FOLLOWING if self._next_role(number) == "tool" else _FOLLOWING[::-1]
+        for roles in following:
+            tails = self._stand_in(roles)
+            followed = self._try([*head, *map(_stand_in_message, roles)]) if tails else None
+            if followed is None:
                 continue
-            stem = followed.removesuffix(tail)
-            if len(stem) < len(followed) and len(stem) >= at and self._text.startswith(stem):
-                return len(stem)
+            for tail in tails:
+                stem = followed.removesuffix(tail)
+                if at <= len(stem) < len(followed) and self._text.startswith(stem):
+                    return len(stem)
             seen.append(followed)
         # The renderings part from the prompt: behind the message's own text, the message ends there.
         for other in seen:
@@ -198,19 +195,22 @@ class TemplateAlignment:
                 return end + len(trailer) if self._text.startswith(trailer, end) else None
         return None
 
-    def _stand_in(self, role: str) -> bytes | None:
-        """What a following message of this role adds to a prompt, or None when the template won't tell."""
-        if role not in self._stand_ins:
-            self._stand_ins[role] = self._learn(role)
-        return self._stand_ins[role]
+    def _stand_in(self, roles: tuple[str, ...]) -> tuple[bytes, ...]:
+        """What following messages of these roles add to a prompt, also when the first is not the first of its
+        role (templates group tool results); nothing when the template won't tell."""
+        if roles not in self._stand_ins:
+            self._stand_ins[roles] = self._learn([_stand_in_message(role) for role in roles])
+        return self._stand_ins[roles]
 
-    def _learn(self, role: str) -> bytes | None:
+    def _learn(self, extra: Sequence[Prepared]) -> tuple[bytes, ...]:
         for length in range(1, min(4, len(self._messages)) + 1):
-            alone = self._try(self._messages[:length])
-            followed = self._try([*self._messages[:length], _stand_in_message(role)])
-            if alone is not None and followed is not None and followed.startswith(alone):
-                return followed[len(alone) :]
-        return None
+            base = self._messages[:length]
+            alone, once = self._try(base), self._try([*base, *extra])
+            if alone is not None and once is not None and once.startswith(alone):
+                again = self._try([*base, extra[0], *extra])
+                grouped = again[common_length(once, again) :] if again is not None else b""
+                return tuple(tail for tail in (once[len(alone) :], grouped) if tail)
+        return ()
 
     def _try(self, messages: Sequence[Prepared], *, tools: bool = True) -> bytes | None:
         try:

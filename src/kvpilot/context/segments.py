@@ -202,8 +202,9 @@ async def _by_engine(
     labels = []
     for index, (message, end) in enumerate(zip(messages, found.ends, strict=True)):
         pieces = pieces_of(message, names)
+        called = {piece.name for piece in pieces}
         labels.append(
-            Label(end, _only_kind(message, pieces), index, pieces[0].name if len(pieces) == 1 else None)
+            Label(end, _only_kind(message, pieces), index, called.pop() if len(called) == 1 else None)
         )
     segments = tile([*labels, Label(len(tokens), SegmentKind.TEMPLATE)], 0)
     tools = previous.prompt.tools_span if kept and previous else found.tools
