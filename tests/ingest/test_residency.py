@@ -117,6 +117,17 @@ def test_host_events_name_a_chunk_by_64_bits_and_only_if_one_is_meant() -> None:
     assert view.tiers(SPACE, one) == DISK
 
 
+def test_a_host_event_may_come_before_its_chunk_is_known() -> None:
+    view, one, two = Residency(), chunk(1), chunk(2)
+    view.host_event(short_hash(one), True, 1.0)
+    view.learn(SPACE, [one])
+    assert view.tiers(SPACE, one) == HOST
+    view.host_event(short_hash(two), True, 1.0)
+    view.host_event(short_hash(two), False, 1.1)
+    view.learn(SPACE, [two])
+    assert view.tiers(SPACE, two) == NONE
+
+
 def test_device_prefix_is_that_of_the_best_engine_of_the_model() -> None:
     view, tokens = Residency(), np.arange(16, dtype=np.uint32)
     view.pool("e1", "m").stored([1, 2], None, list(range(8)), 4)

@@ -9,7 +9,7 @@ class Breaker:
     A failed probe doubles the pause, up to ``max_pause_s``; a success closes the breaker.
     """
 
-    def __init__(self, *, threshold: int = 3, pause_s: float = 1.0, max_pause_s: float = 15.0) -> None:
+    def __init__(self, *, threshold: int = 3, pause_s: float = 1.0, max_pause_s: float = 4.0) -> None:
         self._threshold = threshold
         self._first_pause_s = pause_s
         self._max_pause_s = max_pause_s

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _DUTY = 0.1
 _SLOWEST_S = 15.0
+_SLOWEST_RETRY_S = 4.0
 _IDLE_FACTOR = 4
 """How much slower than ``poll_s`` a directory is polled that does not change."""
 
@@ -112,7 +113,9 @@ class DirectoryPoller:
         else:
             self._residency.confirm(now)
         if abs(now - self._usage_at) >= (_USAGE_WHEN_MOVING_S if moved else _USAGE_S):
-            await self._refresh_usage(directory.bytes, now)
+            # A node that is away does not make the directory's answer worse.
+            with contextlib.suppress(BackendError):
+                await self._refresh_usage(directory.bytes, now)
         self._quiet_polls = 0 if moved else self._quiet_polls + 1
         self.stats.last_success_at = now
         self.stats.error = ""
@@ -121,9 +124,8 @@ class DirectoryPoller:
         return changed
 
     async def _refresh_usage(self, listed: Mapping[Tier, int], now: float) -> None:
-        usage = await self._backend.usage()
-        self._residency.set_usage(usage, listed, now)
         self._usage_at = now
+        self._residency.set_usage(await self._backend.usage(), listed, now)
 
     async def _run(self) -> None:
         failures = 0
@@ -152,7 +154,7 @@ class DirectoryPoller:
 
     async def _pause(self, spent_s: float, failures: int) -> None:
         if failures:
-            wanted = self._poll_s * 2 ** min(failures, 6)
+            wanted = min(self._poll_s * 2 ** min(failures, 6), _SLOWEST_RETRY_S)
         elif time.monotonic() < self._fast_until:
             wanted = _FAST_S
         else:

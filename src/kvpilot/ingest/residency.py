@@ -8,7 +8,7 @@ argument.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ _DIRECTORY_LAG_S = 3.0
 """After so long what happened is in the directory, if it ever will be."""
 
 _FORGET_SHORT_HASHES = 100_000
+_MAX_UNMATCHED = 20_000
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class Residency:
         self._seen: dict[tuple[Space, bytes], dict[Tier, _Seen]] = {}
         """What corrects the listing, until one shows the same or is known to know better."""
         self._by_short_hash: dict[int, list[tuple[Space, bytes]]] = {}
+        self._unmatched: OrderedDict[int, _Seen] = OrderedDict()
+        """Host events of chunks not known yet: the engine tells of a store before its request is mapped."""
         self._pools: dict[str, tuple[str, DevicePool]] = {}
         self.usage: tuple[TierUsage, ...] = ()
         self._ratios: dict[Tier, deque[float]] = {}
@@ -184,24 +187,35 @@ class Residency:
     def learn(self, space: Space, chunks: Iterable[bytes]) -> None:
         """Chunks that exist somewhere, so that host events (64 bits of the hash) can be matched to them."""
         for chunk in chunks:
-            owners = self._by_short_hash.setdefault(short_hash(chunk), [])
+            short = short_hash(chunk)
+            owners = self._by_short_hash.setdefault(short, [])
             if (space, chunk) not in owners:
                 owners.append((space, chunk))
+                seen = self._unmatched.pop(short, None)
+                if seen is not None and len(owners) == 1:
+                    self._seen.setdefault((space, chunk), {}).setdefault(Tier.HOST, seen)
 
     def host_event(self, short: int, present: bool, now: float) -> bool:
         """An event of the host tier, which names a chunk by 64 bits and says nothing of its salt.
 
-        Applied only when exactly one known chunk can be meant; returns whether it was.
+        Applied only when exactly one known chunk can be meant (or is learned of later); returns whether it was.
         """
         self.events_at = now
+        seen = _Seen(present, now, by_event=True)
         owners = self._by_short_hash.get(short, ())
-        if len(owners) != 1:
-            return False
-        self._seen.setdefault(owners[0], {})[Tier.HOST] = _Seen(present, now, by_event=True)
-        return True
+        if len(owners) == 1:
+            self._seen.setdefault(owners[0], {})[Tier.HOST] = seen
+            return True
+        if not owners:
+            self._unmatched[short] = seen
+            self._unmatched.move_to_end(short)
+            if len(self._unmatched) > _MAX_UNMATCHED:
+                self._unmatched.popitem(last=False)
+        return False
 
     def forget_host_events(self) -> None:
         """The event stream was interrupted: what it said may be outdated."""
+        self._unmatched.clear()
         self._keep_seen(lambda _key, _tier, seen: not seen.by_event)
 
     def set_usage(self, usage: tuple[TierUsage, ...], listed_bytes: Mapping[Tier, int], now: float) -> None:
