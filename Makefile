@@ -23,6 +23,7 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 setup: .venv/.done .venv-engine/.done ## Make both environments (about a minute with a fast network)
+	@echo "setup: done"
 
 demo: setup ## Three coding agents on a real engine, with and without kvpilot: what it saves (out/demo.json)
 	@.venv/bin/kvpilot demo

@@ -95,13 +95,16 @@ class Supervisor:
             process = await self._start(spec)
             exited = asyncio.create_task(process.wait())
             answering = asyncio.create_task(self._until_ready(spec, http))
-            await asyncio.wait([exited, answering], return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done():
-                status.state, status.ready_s = "ready", round(time.monotonic() - begun, 3)
-                self._ready[spec.name].set()
-                self._publish()
-            code = await exited
-            answering.cancel()
+            try:
+                await asyncio.wait([exited, answering], return_when=asyncio.FIRST_COMPLETED)
+                if not exited.done():
+                    status.state, status.ready_s = "ready", round(time.monotonic() - begun, 3)
+                    self._ready[spec.name].set()
+                    self._publish()
+                code = await exited
+            finally:
+                answering.cancel()
+                exited.cancel()
             self._after_death(spec, code)
             if not self._all_ready:
                 log = self._log(spec.name)
