@@ -136,3 +136,22 @@ def test_device_prefix_is_that_of_the_best_engine_of_the_model() -> None:
     assert view.device_prefix(SPACE, tokens) == 12
     assert view.device_prefix(OTHER, tokens) == 0
     assert view.device_prefix(Space("unknown"), tokens) == 0
+
+
+def test_what_was_seen_while_the_directory_was_away_outweighs_what_it_lists_for_a_while() -> None:
+    view, gone, new = Residency(), chunk(1), chunk(2)
+    for at in (1.0, 2.0, 3.0):
+        usage(view, listed=100, held=100, at=at)
+    listing(view, 10.0, (SPACE, gone, BOTH))
+    view.observe_tier(SPACE, [gone], Tier.HOST, False, 20.0)
+    view.observe_tier(SPACE, [gone], Tier.DISK, False, 20.0)
+    view.observe_tier(SPACE, [new], Tier.HOST, True, 20.0)
+    view.directory_missed(15.0, 30.0)
+    listing(view, 31.0, (SPACE, gone, BOTH))
+    assert (view.tiers(SPACE, gone), view.tiers(SPACE, new)) == (NONE, HOST)
+    assert not view.absence_is_certain(Tier.HOST)
+    view.host_event(short_hash(gone), True, 32.0)
+    assert view.tiers(SPACE, gone) == BOTH, "stored anew"
+    listing(view, 1000.0, (SPACE, gone, BOTH))
+    assert view.tiers(SPACE, new) == NONE
+    assert view.absence_is_certain(Tier.HOST)

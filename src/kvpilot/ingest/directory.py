@@ -51,8 +51,8 @@ class DirectoryPoller:
 
     ``poll_s``: usual pause between polls. ``on_change`` is called after a listing that changed the view.
     Outages only make the view old (``residency.stale``): polling goes on with growing pauses and the view is
-    complete again with the first listing after it. Whether that listing itself can be trusted is told by
-    ``residency.coverage``: LMCache's coordinator does not relearn, after a restart, what was stored before.
+    complete again with the first listing after it. LMCache's coordinator does not learn what happened while it
+    was away; see ``Residency.absence_is_certain`` for what that means to the view.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class DirectoryPoller:
         self._listed_at = 0.0
         self._usage_at = 0.0
         self._quiet_polls = 0
+        self._away_since: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -96,7 +97,15 @@ class DirectoryPoller:
         """One poll, now. Returns whether the view changed. Raises BackendError."""
         now = self._clock()
         self.stats.polls += 1
-        directory = await self._backend.directory_stats()
+        try:
+            directory = await self._backend.directory_stats()
+        except BackendError:
+            if self._away_since is None:
+                self._away_since = self.stats.last_success_at or now
+            raise
+        if self._away_since is not None:
+            self._residency.directory_missed(self._away_since, now)
+            self._away_since = None
         changed = False
         moved = directory.mark != self._mark
         if moved or abs(now - self._listed_at) >= _FULL_LISTING_S:

@@ -28,6 +28,10 @@ _COVERAGE_SAMPLES = 3
 _DIRECTORY_LAG_S = 3.0
 """After so long what happened is in the directory, if it ever will be."""
 
+_GAP_MATTERS_S = 600.0
+"""For so long what was seen while the directory was away outweighs what it lists (caches turn over)."""
+
+_MAX_GAPS = 16
 _FORGET_SHORT_HASHES = 100_000
 _MAX_UNMATCHED = 20_000
 
@@ -69,6 +73,7 @@ class Residency:
         """Host events of chunks not known yet: the engine tells of a store before its request is mapped."""
         self._pools: dict[str, tuple[str, DevicePool]] = {}
         self.usage: tuple[TierUsage, ...] = ()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_MAX_GAPS)
         self._ratios: dict[Tier, deque[float]] = {}
         self.coverage: Mapping[Tier, float] = {}
         """Bytes the directory lists ÷ bytes the layer says it holds, where both are known: below 1 the
@@ -130,10 +135,12 @@ class Residency:
     def absence_is_certain(self, tier: Tier) -> bool:
         """Whether a chunk the view does not show in ``tier`` is really not there.
 
-        False before the first listing and while the layer holds more bytes than its directory lists, as
-        after a restart of LMCache's coordinator, which does not relearn what is already stored.
+        False before the first listing, for some time after the directory was away, and while the layer holds
+        more bytes than the directory lists: LMCache's coordinator does not relearn what it missed.
         """
-        return self.directory_at is not None and self.coverage.get(tier, 1.0) >= 1 - _COVERAGE_SLACK
+        if self.directory_at is None or any(self._matters(gap) for gap in self._gaps):
+            return False
+        return self.coverage.get(tier, 1.0) >= 1 - _COVERAGE_SLACK
 
     # ---------------------------------------------------------------- observations
 
@@ -145,8 +152,8 @@ class Residency:
         """Make a complete listing the view. Returns whether anything changed.
 
         Observations made after the listing was begun stay on top of it (those of one tier for a little longer:
-        the directory lags). So do others that it contradicts, as long as directory and layer disagree on how
-        much there is: the directory never learns what happened while LMCache's coordinator was away.
+        the directory lags). So do others that it contradicts, when they were made while the directory was
+        away or while directory and layer disagree on how much there is.
         """
         changed = refresh.spaces != self._spaces
         known, self._spaces = self._spaces, refresh.spaces
@@ -163,6 +170,10 @@ class Residency:
         """The layer's directory was asked at ``now`` and has not changed since the last listing."""
         if self.directory_at is not None:
             self.directory_at = max(now, self.directory_at)
+
+    def directory_missed(self, since: float, until: float) -> None:
+        """The directory was away in this time and may never learn what happened then."""
+        self._gaps.append((since, until))
 
     def observe(
         self, space: Space, chunks: Sequence[bytes], found: Sequence[Collection[Tier]], now: float
@@ -204,7 +215,10 @@ class Residency:
         seen = _Seen(present, now, by_event=True)
         owners = self._by_short_hash.get(short, ())
         if len(owners) == 1:
-            self._seen.setdefault(owners[0], {})[Tier.HOST] = seen
+            tiers = self._seen.setdefault(owners[0], {})
+            tiers[Tier.HOST] = seen
+            if present and Tier.DISK in tiers and not tiers[Tier.DISK].present:
+                del tiers[Tier.DISK]  # stored anew, so it is being copied to disk, too
             return True
         if not owners:
             self._unmatched[short] = seen
@@ -255,8 +269,17 @@ class Residency:
             return False
         if seen.at >= listed_at - _DIRECTORY_LAG_S:
             return True
-        listed = bool(self._listed(*key) & _BITS[tier])
-        return listed != seen.present and abs(1 - self.coverage.get(tier, 1.0)) > _COVERAGE_SLACK
+        if bool(self._listed(*key) & _BITS[tier]) == seen.present:
+            return False
+        if abs(1 - self.coverage.get(tier, 1.0)) > _COVERAGE_SLACK:
+            return True
+        return any(
+            since - _DIRECTORY_LAG_S <= seen.at <= until and self._matters((since, until))
+            for since, until in self._gaps
+        )
+
+    def _matters(self, gap: tuple[float, float]) -> bool:
+        return self.directory_at is not None and self.directory_at - gap[1] < _GAP_MATTERS_S
 
     def _forget_short_hashes(self) -> None:
         live = sum(len(chunks) for chunks in self._spaces.values())
