@@ -139,7 +139,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
     contexts = [result["context"] for result in document["contexts"]]
     order = [variant for variant in MEANING if variant in VARIANTS]
-    colours = dict(zip(order, ("#8c2d19", "#c76b2c", "#e3b34f", "#1b7f4d", "#5b7db1", "#b9c7de"), strict=True))
+    colours = dict(
+        zip(order, ("#8c2d19", "#c76b2c", "#e3b34f", "#1b7f4d", "#5b7db1", "#b9c7de"), strict=True)
+    )
     figure, axes = pyplot.subplots(figsize=(1.6 + 3.4 * len(contexts), 4.2), layout="constrained")
     width = 0.8 / len(order)
     for index, variant in enumerate(order):

@@ -46,6 +46,11 @@ class TextMaker:
     def count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def clip(self, text: str, tokens: int) -> str:
+        """The beginning of ``text`` that is about ``tokens`` tokens long, cut between two tokens."""
+        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
+
     @property
     def carries_tools(self) -> bool:
         """Whether the chat template renders ``tool_calls`` (they then cost tokens of their own)."""

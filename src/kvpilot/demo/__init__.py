@@ -1,0 +1,1 @@
+"""The demo: three coding agents, other tenants beside them, passive and with kvpilot."""
