@@ -1,0 +1,136 @@
+"""The real engines under the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvpilot.config import Config
+from kvpilot.stack import shm
+from kvpilot.stack.launch import Endpoints, launch, running
+from kvpilot.stack.state import read_status
+
+pytestmark = pytest.mark.engine
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        return json.load(reply)
+
+
+def ask(base: str, text: str, **extra: Any) -> Any:
+    body = {"model": "m16k", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **extra}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.load(reply)
+
+
+def until(condition: Callable[[], object], within_s: float) -> float:
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < within_s, "did not happen in time"
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE}
+
+
+def test_everything_answers_once_it_is_up(stack: Endpoints) -> None:
+    assert set(stack.pids) == {"lmcache-coordinator", "lmcache", "vllm", "coordinator", "gateway-0"}
+    assert get(f"{stack.gateway_url}/health")["status"] == "ok"
+    assert get(f"{stack.control_url}/kvpilot/v1/health")["status"] == "ok"
+    assert get(f"{stack.gateway_url}/v1/models")["data"][0]["id"] == "m16k"
+    tiers = get(f"{stack.lmcache_urls[0]}/status")
+    assert tiers["chunk_size"] == stack.config.lmcache.chunk_size
+    assert get(f"{stack.lmcache_coordinator_url}/instances")["instances"], "the node is registered"
+    assert running(stack.config) == stack
+
+
+def test_requests_with_tools_are_accepted(stack: Endpoints) -> None:
+    function = {"name": "ls", "description": "list files", "parameters": {"type": "object", "properties": {}}}
+    reply = ask(stack.gateway_url, "list the files", tools=[{"type": "function", "function": function}])
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_killed_gateway_worker_is_back_within_two_seconds_and_connections_wait(stack: Endpoints) -> None:
+    before = stack.pids["gateway-0"]
+    os.kill(before, signal.SIGKILL)
+    begun = time.monotonic()
+    # No retry: the connection waits in the supervisor's socket until the next worker takes it.
+    assert get(f"{stack.gateway_url}/health")["status"] == "ok"
+    assert time.monotonic() - begun < 2
+    assert stack.pids["gateway-0"] != before
+    assert stack.restarts["gateway-0"] >= 1
+
+
+def test_serve_uses_engines_that_are_up_and_leaves_them_alone(stack: Endpoints, tmp_path: Path) -> None:
+    config = Config().with_overrides(
+        engine={"url": stack.engine_url, "kv_events": stack.kv_events},
+        lmcache={"nodes": list(stack.lmcache_urls), "coordinator": stack.lmcache_coordinator_url},
+        gateway={"port": 0, "workers": 2},
+        coordinator={"port": 0, "mode": "passive"},
+        state={"dir": str(tmp_path)},
+    )
+    with launch(config, embedded=False, wait_s=60) as served:
+        assert set(served.pids) == {"coordinator", "gateway-0", "gateway-1"}
+        assert get(f"{served.control_url}/kvpilot/v1/health")["mode"] == "passive"
+        assert ask(served.gateway_url, "hello there")["usage"]["completion_tokens"] > 0
+        pids = set(served.pids.values())
+    assert not alive(pids)
+    assert get(f"{stack.gateway_url}/health")["status"] == "ok"
+
+
+def test_doctor_finds_a_running_stack_healthy(stack: Endpoints) -> None:
+    doctor = [sys.executable, "-m", "kvpilot.cli", "doctor", "--json", "--state", str(stack.state_dir)]
+    done = subprocess.run(doctor, capture_output=True, text=True, timeout=60, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert report["healthy"]
+    checks = {finding["check"]: finding["verdict"] for finding in report["findings"]}
+    assert checks["engine"] == checks["LMCache"] == checks["LMCache coordinator"] == "ok"
+
+
+def test_nothing_is_left_of_a_real_stack_that_is_killed_hard(engine_config: Config, tmp_path: Path) -> None:
+    """As far as vLLM's workers have shared memory; no need to wait until the model serves."""
+    state = tmp_path / "state"
+    sizes = ["--max-model-len", "2048", "--host-gb", "0.25", "--disk-gb", "0.25", "--model", "m16k"]
+    up = subprocess.Popen(
+        [sys.executable, "-m", "kvpilot.cli", "up", "--any-ports", "--state", str(state), *sizes],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+
+        def vllm_shares_its_pool() -> bool:
+            assert up.poll() is None, up.stderr and up.stderr.read()
+            status = read_status(state)
+            return status is not None and any(name.startswith("lmcache_kv") for name in status.shm)
+
+        until(vllm_shares_its_pool, 300)
+        status = read_status(state)
+        assert status is not None
+        pids = shm.family(process.pid for process in status.processes.values() if process.pid)
+        assert len(pids) >= 5, "LMCache's two, vLLM's three"
+        up.kill()
+        up.wait()
+        down = [sys.executable, "-m", "kvpilot.cli", "down", "--state", str(state)]
+        assert subprocess.run(down, timeout=60, check=False).returncode == 0
+        assert not alive(pids)
+        assert not [name for name in status.shm if (Path("/dev/shm") / name).exists()]
+    finally:
+        up.kill()
+        up.communicate()
