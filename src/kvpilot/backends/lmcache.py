@@ -193,10 +193,10 @@ class LMCacheBackend:
                 "GET",
                 "/directory/keys",
                 wire.ListAnswer,
-                query={"offset": offset, "limit": wire.MAX_LIST_PAGE},
+                query={"offset": offset, "limit": wire.LIST_PAGE},
             )
             yield self._assemble(answer.keys, ranks)
-            if len(answer.keys) < wire.MAX_LIST_PAGE:
+            if len(answer.keys) < wire.LIST_PAGE:
                 return
             offset += len(answer.keys) - _PAGE_OVERLAP
 

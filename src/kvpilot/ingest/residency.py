@@ -31,6 +31,9 @@ _DIRECTORY_LAG_S = 3.0
 _GAP_MATTERS_S = 600.0
 """For so long what was seen while the directory was away outweighs what it lists (caches turn over)."""
 
+_STALE_LISTINGS = 12
+"""A huge directory is listed a tenth of the time only; its view may get so many listings old."""
+
 _MAX_GAPS = 16
 _FORGET_SHORT_HASHES = 100_000
 _MAX_UNMATCHED = 20_000
@@ -80,6 +83,8 @@ class Residency:
         directory has not seen everything (its process was restarted), above 1 it lists what is gone."""
         self.directory_at: float | None = None
         """When the newest complete listing was begun."""
+        self.listing_takes_s = 0.0
+        """Seconds the newest listing took; told by whoever takes them."""
         self.usage_at: float | None = None
         self.events_at: float | None = None
 
@@ -130,7 +135,8 @@ class Residency:
 
     def stale(self, now: float) -> bool:
         """Whether the directory view is too old to plan with."""
-        return self.directory_at is None or now - self.directory_at > self._stale_after_s
+        limit = max(self._stale_after_s, _STALE_LISTINGS * self.listing_takes_s)
+        return self.directory_at is None or now - self.directory_at > limit
 
     def absence_is_certain(self, tier: Tier) -> bool:
         """Whether a chunk the view does not show in ``tier`` is really not there.
