@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpilot.config import Config, dump_config
 from kvpilot.stack import StackError
-from kvpilot.stack.state import Status, clean_leftovers, read_status
+from kvpilot.stack.state import Status, clean_leftovers, read_status, supervisor_pid
 from kvpilot.stack.supervisor import endpoints
 
 
@@ -50,8 +50,6 @@ class Endpoints:
 
 def running(config: Config) -> Endpoints | None:
     """The stack that is up and ready in the state folder of ``config``, if any."""
-    from kvpilot.stack.state import supervisor_pid
-
     status = read_status(config.state_dir)
     if status is None or status.state != "ready" or supervisor_pid(config.state_dir) != status.pid:
         return None
@@ -94,8 +92,9 @@ def launch(
         )
         try:
             assert supervisor.stdin is not None
-            supervisor.stdin.write(dump_config(config) + b"\n")
-            supervisor.stdin.flush()
+            with suppress(BrokenPipeError):  # It ended already; why, is said below.
+                supervisor.stdin.write(dump_config(config) + b"\n")
+                supervisor.stdin.flush()
             status = _until_ready(config.state_dir, supervisor, wait_s)
             if status is None:
                 said.seek(0)

@@ -12,7 +12,7 @@ from typing import TextIO
 from kvpilot.config import Config
 from kvpilot.stack.prepare import Prepared, prepare
 from kvpilot.stack.report import Reporter
-from kvpilot.stack.state import Lock, clean_leftovers
+from kvpilot.stack.state import Lock, clean_leftovers, remove_runtime
 from kvpilot.stack.supervisor import Supervisor
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,6 +49,7 @@ def run_stack(
             finally:
                 prepared.listener.close()
     finally:
+        remove_runtime(config)
         lock.release(unused=not started)
 
 

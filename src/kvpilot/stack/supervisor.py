@@ -19,7 +19,7 @@ from kvpilot.stack import StackError, plan, shm
 from kvpilot.stack.plan import ProcessSpec
 from kvpilot.stack.prepare import Prepared
 from kvpilot.stack.report import Reporter, last_words
-from kvpilot.stack.state import ProcessStatus, Status, kill_groups, remove_runtime, start_time, write_status
+from kvpilot.stack.state import ProcessStatus, Status, kill_groups, start_time, write_status
 
 _STEADY_S = 30.0
 """A process that lived this long failed for a new reason: its pauses between restarts begin anew."""
@@ -210,7 +210,6 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), 5)
         shm.remove_orphans(noted)
-        remove_runtime(self._config)
         self._status.state, self._status.shm = "stopped", {}
         for status in self._status.processes.values():
             status.pid, status.state = 0, "stopped"
