@@ -103,6 +103,7 @@ async def test_a_late_store_of_evicted_chunks_is_removed_again() -> None:
     world = World(recheck_s=(0.02, 0.05))
     a = [SYSTEM, user(words("a", 20))]
     world.turn(a, "A")
+    await world.observe()
     await world.settle(world.signal("A", SignalKind.END))
     assert not any(world.held(a))
     world.layer.store(Space("m"), text_tokens(a), Tier.DISK)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from kvpilot.backends.base import Backend, BackendError, DropResult, NotReady
 from kvpilot.coordinator.actions import ActionLog, Work
 from kvpilot.domain import OutcomeStatus, Space, Tier, TokenArray
+from kvpilot.ingest.residency import Residency
 from kvpilot.sessions.references import ReferenceTable
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ PREFETCH_TIMEOUT_S = 60.0
 RETRY_S = 5.0
 RETRY_FOR_S = 900.0
 MAX_PARALLEL = 4
+REACHED = (Tier.HOST, Tier.DISK)
+"""Tiers an eviction empties; the engine's own device pool is its own business."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Executor:
     def __init__(
         self,
         backend: Backend,
+        residency: Residency,
         references: ReferenceTable,
         actions: ActionLog,
         recheck_s: Sequence[float],
@@ -63,6 +67,7 @@ class Executor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
+        self._residency = residency
         self._references = references
         self._actions = actions
         self._recheck_s = tuple(recheck_s)
@@ -106,9 +111,19 @@ class Executor:
         dead = tuple(chunk for chunk, n in zip(work.chunks, holders, strict=True) if n == 0)
         return dead, len(work.chunks) - len(dead)
 
+    async def _locate(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]]:
+        """Where the chunks are by the directory, or, while it is known to have missed things, by the view
+        that also remembers what the layer itself reported."""
+        now = self._clock()
+        found = await self._backend.locate(space, chunks)
+        self._residency.observe(space, chunks, found, now)
+        if all(self._residency.absence_is_certain(tier) for tier in REACHED):
+            return found
+        return [self._residency.tiers(space, chunk) for chunk in chunks]
+
     async def _located(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]] | None:
         try:
-            return await self._backend.locate(space, chunks)
+            return await self._locate(space, chunks)
         except BackendError as error:
             self._count(error)
             return None
@@ -117,7 +132,7 @@ class Executor:
         """Delete, look until the directory agrees, delete once more what is left; returns what still remains."""
         left: list[bytes] = list(chunks)
         for _ in range(2):
-            await self._drop(space, left, (Tier.HOST, Tier.DISK))
+            await self._drop(space, left, REACHED)
             deadline = time.monotonic() + CONFIRM_S / 2
             while time.monotonic() < deadline:
                 await asyncio.sleep(CONFIRM_STEP_S)
@@ -134,6 +149,9 @@ class Executor:
         result = await self._backend.drop(space, chunks, tiers)
         for error in result.errors:
             self.stats.backend_errors[error[:80]] += 1
+        if not result.skipped and not result.errors:
+            for tier in tiers:
+                self._residency.observe_tier(space, chunks, tier, False, self._clock())
         self._on_change()
         return result
 
@@ -168,7 +186,7 @@ class Executor:
         """Chunks that are in host memory and on disk, and how many are only in host memory even after a wait."""
         deadline = time.monotonic() + STORE_WAIT_S
         while True:
-            placed = await self._backend.locate(space, chunks)
+            placed = await self._locate(space, chunks)
             safe = [c for c, t in zip(chunks, placed, strict=True) if Tier.HOST in t and Tier.DISK in t]
             only_host = sum(Tier.HOST in t and Tier.DISK not in t for t in placed)
             if not only_host or time.monotonic() > deadline:
@@ -181,7 +199,7 @@ class Executor:
         deadline = time.monotonic() + CONFIRM_S
         while True:
             await asyncio.sleep(CONFIRM_STEP_S)
-            placed = await self._backend.locate(space, chunks)
+            placed = await self._locate(space, chunks)
             left = sum(Tier.HOST in tiers for tiers in placed)
             if not left or time.monotonic() > deadline:
                 return left
@@ -206,6 +224,8 @@ class Executor:
         self._on_change()
         self.stats.prefetch_seconds += result.seconds
         self.stats.prefetched_chunks += result.found
+        if result.complete:
+            self._residency.observe_tier(work.space, work.chunks, Tier.HOST, True, self._clock())
         status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED
         reason = "" if result.complete else f"{result.total - result.found} chunks are in no tier"
         tiers = {Tier.HOST.value: result.found}
@@ -245,11 +265,11 @@ class Executor:
         if not dead:
             return True
         try:
-            placed = await self._backend.locate(watch.space, dead)
+            placed = await self._locate(watch.space, dead)
             back = [chunk for chunk, tiers in zip(dead, placed, strict=True) if tiers]
             if not back:
                 return True
-            await self._drop(watch.space, back, (Tier.HOST, Tier.DISK))
+            await self._drop(watch.space, back, REACHED)
         except BackendError as error:
             self._count(error)
             return False

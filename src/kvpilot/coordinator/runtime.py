@@ -44,11 +44,16 @@ class Runtime:
         self.backend = LMCacheBackend.from_config(config)
         self.residency = Residency()
         self.poller = DirectoryPoller(self.backend, self.residency, config.coordinator.directory_poll_s)
-        self.events = (
-            KvEventSubscriber(config.engine.kv_events, self.residency, self.poller.nudge)
-            if config.engine.kv_events
-            else None
-        )
+        self.events: KvEventSubscriber | None = None
+        if config.engine.kv_events:
+            self.events = KvEventSubscriber(
+                config.engine.kv_events,
+                self.residency,
+                self.poller.nudge,
+                model=model,
+                replay_endpoint=config.engine.kv_events_replay,
+                host_hints=len(config.lmcache.nodes) == 1,
+            )
         served = config.engine.served_model_name or Path(config.engine.model).name
         self.renderer = EngineRenderer(config.engine.url, served, api_key=config.engine.api_key)
         self.service = CoordinatorService(

@@ -87,7 +87,9 @@ class CoordinatorService:
         self.segments = SegmentQueue(segmenter)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of)
         self.actions = ActionLog()
-        self.executor = Executor(backend, self.references, self.actions, settings.recheck_s, nudge, clock)
+        self.executor = Executor(
+            backend, residency, self.references, self.actions, settings.recheck_s, nudge, clock
+        )
         self.tasks = ActionTasks()
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
@@ -115,6 +117,9 @@ class CoordinatorService:
             return []
         self.segments.put(mapped)
         self.on_session(mapped.session)
+        if mapped.thread.owner in self.references:
+            # So that the cache layer's events, which name chunks in short, are understood at once.
+            self.residency.learn(mapped.thread.space, self.references.chunks(mapped.thread.owner))
         dead = list(reversed(mapped.released.chunks))
         thread = mapped.thread
         if thread.leftover:
