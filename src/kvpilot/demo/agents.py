@@ -45,10 +45,10 @@ SCRIPTS = (
     Script(
         "tests",
         "The project's test suite fails. Find out why and say what to change.",
-        _read("project/test_slugs.py"),
+        _read("lib/unittest/case.py", 200),
         (
-            (ToolCall("run_tests", {"path": "project"}), _read("project/slugs.py")),
-            (_read("lib/unittest/case.py", 640),),
+            (ToolCall("run_tests", {"path": "project"}), _read("project/test_slugs.py", 20)),
+            (_read("project/slugs.py"),),
             (ToolCall("grep", {"pattern": "def slugify|def unique|limit", "path": "project"}),
              _read("lib/unittest/result.py")),
         ),

@@ -23,15 +23,15 @@ class Workload:
     those of ended jobs they do not."""
 
     system_tokens: int = 1100
-    opened_tokens: int = 1300
-    result_tokens: int = 750
+    opened_tokens: int = 2600
+    result_tokens: int = 300
     reply_tokens: int = 16
     job_tokens: int = 2700
     jobs_per_pause: int = 2
     hand_over_s: float = 0.5
     """From a tool's end to the agent's next request."""
     host_chunks: int = 64
-    disk_chunks: int = 84
+    disk_chunks: int = 96
     max_model_len: int = 8192
 
 
