@@ -15,7 +15,13 @@ from kvpilot import __version__
 from kvpilot.config import ConfigError
 from kvpilot.stack import StackError
 
-COMMAND_MODULES = ("kvpilot.cli.stack", "kvpilot.cli.inspect", "kvpilot.cli.replay", "kvpilot.cli.bench")
+COMMAND_MODULES = (
+    "kvpilot.cli.stack",
+    "kvpilot.cli.inspect",
+    "kvpilot.cli.replay",
+    "kvpilot.cli.bench",
+    "kvpilot.cli.demo",
+)
 """In the order in which ``kvpilot --help`` lists their commands."""
 
 app = typer.Typer(
