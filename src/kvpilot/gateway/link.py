@@ -21,6 +21,8 @@ _IN_ZMQ = 64
 """Messages handed to ZMQ at most; the rest waits here, where it is counted in bytes too."""
 _MAX_BYTES = 64 * 1024 * 1024
 _RETRY_S = 0.01
+_CONNECT_S = 0.1
+"""How long a command waits for a coordinator that is just (re)starting."""
 
 
 class GatewayLink:
@@ -104,9 +106,11 @@ class GatewayLink:
         future: asyncio.Future[CommandReply] = asyncio.get_running_loop().create_future()
         self._replies[number] = future
         try:
+            async with asyncio.timeout(min(timeout_s, _CONNECT_S)):
+                await self._commands.send_multipart(
+                    [number, wire.event_encoder.encode(CommandBatch(commands))]
+                )
             async with asyncio.timeout(timeout_s):
-                frames = [number, wire.event_encoder.encode(CommandBatch(commands))]
-                await self._commands.send_multipart(frames, zmq.NOBLOCK)
                 return await future
         except (zmq.ZMQError, TimeoutError):
             return None

@@ -65,8 +65,9 @@ class StreamReader:
         lines = list(_DATA.finditer(event))
         read = read_reply(lines[0][1]) if len(lines) == 1 else None
         if read is None:
-            # Comments, [DONE], errors, and anything else that is not a chunk.
-            yield self._release()
+            # [DONE], errors, comments (those may go first), and anything else that is not a chunk.
+            if lines:
+                yield self._release()
             yield event
             return
         reply = read.reply

@@ -9,19 +9,18 @@ from kvpilot.domain import TokenArray
 
 _LIST = msgspec.json.Decoder(list[int])
 _ONLY_NUMBERS = bytes(range(0x30, 0x3A)) + b","
-_OPEN = ord("[")
 _NOTHING: TokenArray = np.empty(0, dtype="<u4")
 
 
 def parse_tokens(text: msgspec.Raw | bytes) -> TokenArray | None:
     """A JSON list of token ids as an array; None when it is not one (``null`` included)."""
     raw = bytes(text)
-    if len(raw) > 2 and raw[0] == _OPEN and not raw[1:-1].translate(None, _ONLY_NUMBERS):
-        # Compact, as engines write it: numpy reads it in two thirds of the time of a JSON decoder.
-        tokens = np.fromstring(raw[1:-1], dtype=np.uint64, sep=",")
-        if len(tokens) == raw.count(b",") + 1 and int(tokens.max()) < 2**32:
-            return tokens.astype("<u4")
     try:
+        # Compact, as engines write it: numpy reads it in two thirds of the time of a JSON decoder.
+        if raw[:1] == b"[" and not raw[1:-1].translate(None, _ONLY_NUMBERS):
+            tokens = np.fromstring(raw[1:-1], dtype=np.uint64, sep=",")
+            if len(tokens) == raw.count(b",") + 1 and int(tokens.max()) < 2**32:
+                return tokens.astype("<u4")
         return np.asarray(_LIST.decode(raw), dtype="<u4")
     except (ValueError, OverflowError, RecursionError):
         return None

@@ -1,0 +1,147 @@
+"""Streams cut anywhere come out the same."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot.gateway.reply import read_reply
+from kvpilot.gateway.request import TOKEN_IDS, USAGE
+from kvpilot.gateway.stream import StreamReader, join_deltas
+from kvpilot.gateway.tokens import PromptParser, parse_tokens
+from tests.gateway.conftest import stream_events
+
+ASKED = stream_events({"return_token_ids": True, "stream_options": {"include_usage": True}})
+PLAIN = stream_events({})
+
+
+def pass_through(data: bytes, cuts: list[int], added: frozenset[str]) -> bytes:
+    reader = StreamReader(added)
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    pieces = [data[start:end] for start, end in pairwise(edges)]
+    return b"".join([*(reader.feed(piece) for piece in pieces), reader.close()])
+
+
+cuts = st.lists(st.integers(min_value=0, max_value=10**6), max_size=30)
+
+
+@given(cuts, st.sampled_from([b"\n", b"\r\n"]), st.booleans())
+def test_only_what_was_asked_for_remains(cuts: list[int], newline: bytes, comments: bool) -> None:
+    def wire(events: list[bytes]) -> bytes:
+        between = b": keep-alive\n\n" if comments else b""
+        return between.join(events).replace(b"\n", newline)
+
+    added = frozenset((TOKEN_IDS, USAGE))
+    assert json_events(pass_through(wire(ASKED), cuts, added)) == json_events(wire(PLAIN))
+
+
+def json_events(data: bytes) -> list[bytes]:
+    return [line for line in data.splitlines() if line.startswith(b"data:")]
+
+
+@given(st.binary(max_size=300) | st.text(alphabet='data: {}[]"\r\n,:1', max_size=200).map(str.encode), cuts)
+def test_what_is_no_chunk_passes_byte_for_byte(data: bytes, cuts: list[int]) -> None:
+    assert pass_through(data, cuts, frozenset((TOKEN_IDS,))) == data
+
+
+@given(cuts)
+def test_a_stream_nothing_was_added_to_passes_byte_for_byte(cuts: list[int]) -> None:
+    assert pass_through(b"".join(ASKED), cuts, frozenset()) == b"".join(ASKED)
+
+
+def test_lone_carriage_returns_end_events_too() -> None:
+    data = b"".join(ASKED).replace(b"\n", b"\r")
+    expected = b"".join(PLAIN).replace(b"\n", b"\r")
+    assert pass_through(data, list(range(0, len(data), 7)), frozenset((TOKEN_IDS, USAGE))) == expected
+
+
+def test_a_message_is_put_together_from_its_deltas() -> None:
+    def call(index: int, **more: object) -> dict[str, object]:
+        return {"tool_calls": [{"index": index, **more}]}
+
+    deltas: list[dict[str, object]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "let me "},
+        {"reasoning": "see"},
+        {"content": "I'll "},
+        {"content": "look"},
+        call(0, id="c0", type="function", function={"name": "ls", "arguments": ""}),
+        call(0, function={"arguments": '{"pa'}),
+        call(1, id="c1", type="function", function={"name": "cat", "arguments": "{}"}),
+        call(0, function={"arguments": 'th":1}'}),
+        {},
+    ]
+    assert join_deltas([json.dumps(delta).encode() for delta in deltas]) == {
+        "role": "assistant",
+        "content": "I'll look",
+        "reasoning": "let me see",
+        "tool_calls": [
+            {"id": "c0", "type": "function", "function": {"name": "ls", "arguments": '{"path":1}'}},
+            {"id": "c1", "type": "function", "function": {"name": "cat", "arguments": "{}"}},
+        ],
+    }
+
+
+def test_completions_stream_their_text() -> None:
+    reader = StreamReader(frozenset())
+    for text in ("one", " \\n", "two"):
+        reader.feed(b'data: {"choices":[{"index":0,"text":"%b","token_ids":[1]}]}\n\n' % text.encode())
+    assert json.loads(reader.message()) == {"role": "assistant", "content": "one \ntwo"}
+    assert reader.facts.output_ids == [b"[1]"] * 3
+
+
+json_ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+
+
+@given(json_ids, json_ids, st.booleans(), st.text(max_size=20))
+def test_ids_come_out_of_any_layout(prompt: list[int], output: list[int], compact: bool, text: str) -> None:
+    content = text + ' "prompt_token_ids":[1,2] "token_ids":[3]'
+    reply = {
+        "choices": [{"index": 0, "message": {"content": content}, "token_ids": output}],
+        "extra": {"token_ids": [4]} if len(text) % 2 else None,
+        "prompt_token_ids": prompt,
+    }
+    separators = (",", ":") if compact else None
+    read = read_reply(json.dumps(reply, separators=separators).encode())
+    assert read
+    assert (json.loads(read.prompt_ids), json.loads(read.output_ids)) == (prompt, output)
+    expected = {**reply, "prompt_token_ids": None}
+    expected["choices"] = [{**reply["choices"][0], "token_ids": None}]  # type: ignore[index, dict-item]
+    assert json.loads(read.without_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (b"[]", []),
+        (b"[1]", [1]),
+        (b"[1, 22,\n333]", [1, 22, 333]),
+        (b"[4294967295]", [4294967295]),
+        (b"[4294967296]", None),
+        (b"[99999999999999999999999]", None),
+        (b"[-1]", None),
+        (b"[1,,2]", None),
+        (b"[1,]", None),
+        (b'["a"]', None),
+        (b"null", None),
+        (b"", None),
+    ],
+)
+def test_token_lists(text: bytes, tokens: list[int] | None) -> None:
+    parsed = parse_tokens(text)
+    assert (None if parsed is None else parsed.tolist()) == tokens
+
+
+@given(st.lists(json_ids, max_size=8), st.booleans())
+def test_remembered_prompts_change_nothing(prompts: list[list[int]], growing: bool) -> None:
+    parser = PromptParser(remember=3)
+    context: list[int] = []
+    for ids in prompts:
+        context = context + ids if growing else ids
+        tokens = parser.parse(json.dumps(context, separators=(",", ":")).encode())
+        assert tokens is not None
+        assert tokens.tolist() == context
