@@ -1,7 +1,7 @@
 """A mock OpenAI engine, as fast as Python gets: ``python -m kvpilot.bench.mock_engine PORT``.
 
 Answers chat completions like vLLM does, at once and always with the same text: with token ids when asked for
-(a quarter of a token per byte of the request), streamed as 16 chunks when asked for. For benchmarks only.
+(a token per four bytes of the request), streamed as 16 chunks when asked for. For benchmarks only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import zlib
 from functools import lru_cache
 from typing import cast
 
@@ -21,15 +22,20 @@ _HEAD = b'{"id":"chatcmpl-1","object":"%b","created":1,"model":"mock","choices":
 _TEXT = "All work and no play makes Jack a dull boy. "
 
 
-def _ids(count: int) -> bytes:
-    draw = random.Random(0)
-    return b"[" + b",".join(b"%d" % draw.randrange(49152) for _ in range(count)) + b"]"
+_DRAW = random.Random(0)
+_POOL = [b"%d" % _DRAW.randrange(49152) for _ in range(1 << 18)]
+
+
+def _ids(count: int, session: int = 0) -> bytes:
+    """A JSON list of ids; a session's longer list begins with its shorter ones."""
+    start = session * 7919 % (len(_POOL) // 2)
+    return b"[" + b",".join(_POOL[start : start + count]) + b"]"
 
 
 @lru_cache(maxsize=64)
-def whole_reply(prompt_tokens: int, with_ids: bool) -> bytes:
+def whole_reply(prompt_tokens: int, with_ids: bool, session: int = 0) -> bytes:
     """A non-streaming reply, HTTP head included."""
-    ids = (_ids(64), _ids(prompt_tokens)) if with_ids else (b"null", b"null")
+    ids = (_ids(64), _ids(prompt_tokens, session)) if with_ids else (b"null", b"null")
     body = (
         _HEAD % b"chat.completion"
         + b'{"index":0,"message":{"role":"assistant","content":"%b"},"logprobs":null,"finish_reason":"stop",'
@@ -74,6 +80,7 @@ class MockEngine(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
+        self._session = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -85,6 +92,8 @@ class MockEngine(asyncio.Protocol):
             self._transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"x-session-id":
+            self._session = zlib.crc32(value)
         if name.lower() == b"expect":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -101,7 +110,7 @@ class MockEngine(asyncio.Protocol):
         if b'"stream":true' in compact:
             self._send(stream_reply(tokens, with_ids, b'"include_usage":true' in compact), 0)
         else:
-            self._transport.write(whole_reply(tokens, with_ids))
+            self._transport.write(whole_reply(tokens, with_ids, self._session))
 
     def _send(self, writes: tuple[bytes, ...], index: int) -> None:
         """One chunk per turn of the loop, so that chunks arrive apart, as from an engine."""

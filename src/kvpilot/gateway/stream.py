@@ -17,14 +17,52 @@ _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 _EMPTY_DELTAS = (b"", b"{}")
 
 
-def split_events(buffer: bytes) -> tuple[list[bytes], bytes]:
-    """Complete events, each with its closing blank line, and the rest."""
-    events: list[bytes] = []
-    start = 0
-    for match in _END.finditer(buffer):
-        events.append(buffer[start : match.end()])
-        start = match.end()
-    return events, buffer[start:]
+class EventSplitter:
+    """Cuts a stream into events, each with its closing blank line. Reads every byte once or twice, not more."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that are complete now."""
+        if b"\n" not in data and b"\r" not in data and not (self._parts and self._parts[-1][-1:] in b"\r\n"):
+            # In the middle of a long event (the prompt's ids come as one).
+            self._parts.append(data)
+            return []
+        buffer = b"".join((*self._parts, data))
+        # A blank line may have begun up to three bytes before what is new.
+        search = max(0, len(buffer) - len(data) - 3)
+        events: list[bytes] = []
+        start = 0
+        for end in self._ends(buffer, search):
+            events.append(buffer[start:end])
+            start = end
+        self._parts = [buffer[start:]] if start < len(buffer) else []
+        return events
+
+    def rest(self) -> bytes:
+        """What is left of an event that was never closed."""
+        rest = b"".join(self._parts)
+        self._parts = []
+        return rest
+
+    @staticmethod
+    def _ends(buffer: bytes, search: int) -> Iterator[int]:
+        if b"\r" in buffer:
+            for match in _END.finditer(buffer, search):
+                yield match.end()
+            return
+        while (at := buffer.find(b"\n\n", search)) >= 0:
+            search = at + 2
+            yield search
+
+
+def data_spans(event: bytes) -> list[tuple[int, int]]:
+    """Where the values of an event's ``data`` lines are."""
+    newline = event.find(b"\n")
+    if event.startswith(b"data: ") and newline in (len(event) - 2, -1) and b"\r" not in event:
+        return [(6, newline if newline >= 0 else len(event))]
+    return [match.span(1) for match in _DATA.finditer(event)]
 
 
 class StreamReader:
@@ -39,19 +77,18 @@ class StreamReader:
         """Whether a chunk with output (text or token ids) has been seen."""
         self._hide_ids = TOKEN_IDS in added
         self._hide_usage = USAGE in added
-        self._rest = b""
+        self._splitter = EventSplitter()
         self._held = b""
         self._held_span = (0, 0)
         self._deltas: list[bytes] = []
         self._texts: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        events, self._rest = split_events(self._rest + data)
-        return b"".join(out for event in events for out in self._event(event))
+        return b"".join([out for event in self._splitter.feed(data) for out in self._event(event)])
 
     def close(self) -> bytes:
         """What is left when the engine has closed the stream."""
-        rest, self._rest = self._rest, b""
+        rest = self._splitter.rest()
         return b"".join((self._release(), *(self._event(rest) if rest else ()), self._release()))
 
     def message(self) -> bytes:
@@ -62,11 +99,11 @@ class StreamReader:
         return msgspec.json.encode(join_deltas(self._deltas)) if self._deltas else b""
 
     def _event(self, event: bytes) -> Iterator[bytes]:
-        lines = list(_DATA.finditer(event))
-        read = read_reply(lines[0][1]) if len(lines) == 1 else None
+        spans = data_spans(event)
+        read = read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
         if read is None:
             # [DONE], errors, comments (those may go first), and anything else that is not a chunk.
-            if lines:
+            if spans:
                 yield self._release()
             yield event
             return
@@ -78,7 +115,7 @@ class StreamReader:
             yield self._release(bytes(reply.system_fingerprint))
             return
         yield self._release()
-        start, end = lines[0].span(1)
+        start, end = spans[0]
         if self._hide_ids:
             if self._exists_for_ids_only(reply):
                 return

@@ -1,0 +1,23 @@
+"""Takes a gateway's events and drops them: ``python -m kvpilot.bench.event_sink CONFIG``. For benchmarks only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import zmq
+
+from kvpilot import link
+from kvpilot.config import parse_config
+
+
+def main() -> None:
+    config = parse_config(Path(sys.argv[1]).read_bytes())
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(link.event_endpoint(config))
+        while True:
+            socket.recv()
+
+
+if __name__ == "__main__":
+    main()
