@@ -20,6 +20,7 @@ import uvicorn
 
 from kvpilot.config import Config, parse_config
 from kvpilot.gateway.app import Gateway
+from kvpilot.gateway.protocol import CorkedHttpProtocol
 
 GRACE_S = 5
 
@@ -39,7 +40,7 @@ def serve(config: Config, listener: socket.socket | None = None) -> None:
     listener = listener or bind(config.gateway.host, config.gateway.port)
     settings = uvicorn.Config(
         Gateway(config),
-        http="httptools",
+        http=CorkedHttpProtocol,
         loop="uvloop",
         ws="none",
         lifespan="on",

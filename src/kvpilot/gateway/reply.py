@@ -98,13 +98,13 @@ def read_reply(text: bytes) -> ReadReply | None:
     reply = _decode(short)
     if reply is None:
         return None
-    if len(prompts) == _nulls(reply.prompt_ids(), prompts) and len(outputs) == _nulls(
-        reply.output_ids(), outputs
-    ):
+    if not _fits(reply.prompt_ids(), prompts) or not _fits(reply.output_ids(), outputs):
+        return _read_slowly(text)
+    output = b""
+    if outputs:
         indices = [choice.index for choice in reply.choices]
-        output = outputs[indices.index(0)] if outputs and 0 in indices else b""
-        return ReadReply(reply, short, prompts[0] if prompts else b"", output)
-    return _read_slowly(text)
+        output = outputs[indices.index(0)] if 0 in indices else b""
+    return ReadReply(reply, short, prompts[0] if prompts else b"", output)
 
 
 def _cut(text: bytes, key: bytes) -> tuple[bytes, list[bytes]]:
@@ -127,12 +127,15 @@ def _cut(text: bytes, key: bytes) -> tuple[bytes, list[bytes]]:
     return (b"".join((*parts, text[done:])), found) if found else (text, found)
 
 
-def _nulls(values: list[msgspec.Raw], cut: list[bytes]) -> int:
-    """How many of the places for ids are null after the cut; -1 when the cut cannot have been right."""
-    texts = [bytes(value) for value in values]
-    if any(text not in (b"null", b"") for text in texts):
-        return -1
-    return texts.count(b"null") if cut else 0
+def _fits(values: list[msgspec.Raw], cut: list[bytes]) -> bool:
+    """Whether exactly the lists at the places for ids were cut: as many as are null now, and none is left."""
+    nulls = 0
+    for value in values:
+        if value is not _ABSENT:
+            if bytes(value) != b"null":
+                return False
+            nulls += 1
+    return not cut or len(cut) == nulls
 
 
 def _decode(text: bytes) -> Reply | None:

@@ -52,9 +52,12 @@ class EventSplitter:
             for match in _END.finditer(buffer, search):
                 yield match.end()
             return
-        while (at := buffer.find(b"\n\n", search)) >= 0:
-            search = at + 2
-            yield search
+        # Looking for one byte is a memchr, looking for two is a loop.
+        while (at := buffer.find(b"\n", search)) >= 0:
+            search = at + 1
+            if buffer[search : search + 1] == b"\n":
+                search += 1
+                yield search
 
 
 def data_spans(event: bytes) -> list[tuple[int, int]]:
@@ -84,12 +87,17 @@ class StreamReader:
         self._texts: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        return b"".join([out for event in self._splitter.feed(data) for out in self._event(event)])
+        out: list[bytes] = []
+        for event in self._splitter.feed(data):
+            self._event(event, out)
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def close(self) -> bytes:
         """What is left when the engine has closed the stream."""
-        rest = self._splitter.rest()
-        return b"".join((self._release(), *(self._event(rest) if rest else ()), self._release()))
+        out: list[bytes] = []
+        if rest := self._splitter.rest():
+            self._event(rest, out)
+        return b"".join((*out, self._release()))
 
     def message(self) -> bytes:
         """The first choice's message as JSON (content, reasoning, tool calls joined from their deltas)."""
@@ -98,34 +106,35 @@ class StreamReader:
             return text_message(msgspec.json.encode(text))
         return msgspec.json.encode(join_deltas(self._deltas)) if self._deltas else b""
 
-    def _event(self, event: bytes) -> Iterator[bytes]:
+    def _event(self, event: bytes, out: list[bytes]) -> None:
+        """Read one event and add to ``out`` what goes on now."""
         spans = data_spans(event)
         read = read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
         if read is None:
-            # [DONE], errors, comments (those may go first), and anything else that is not a chunk.
-            if spans:
-                yield self._release()
-            yield event
+            # [DONE], errors, comments (those may overtake), and anything else that is not a chunk.
+            out += (self._release(), event) if spans else (event,)
             return
         reply = read.reply
         self.facts.take(read)
         for choice in reply.choices:
             self._take(choice, read.output_ids)
         if self._hide_usage and not reply.choices and reply.usage is not None:
-            yield self._release(bytes(reply.system_fingerprint))
+            out.append(self._release(bytes(reply.system_fingerprint)))
             return
-        yield self._release()
+        if self._held:
+            out.append(self._release())
         start, end = spans[0]
         if self._hide_ids:
             if self._exists_for_ids_only(reply):
                 return
-            event = event[:start] + read.without_ids + event[end:]
-            end = start + len(read.without_ids)
+            if read.prompt_ids or read.output_ids:
+                event = b"".join((event[:start], read.without_ids, event[end:]))
+                end = start + len(read.without_ids)
         if self._hide_usage and any(choice.finish_reason for choice in reply.choices):
             # Without our question the engine's fingerprint would be on this chunk; it comes with the next.
             self._held, self._held_span = event, (start, end)
             return
-        yield event
+        out.append(event)
 
     def _take(self, choice: Choice, ids: bytes) -> None:
         if choice.index != 0:
@@ -135,8 +144,11 @@ class StreamReader:
             self._deltas.append(delta)
         if text.startswith(b'"'):
             self._texts.append(text)
-        has_text = text not in (b"", b'""') or (delta not in _EMPTY_DELTAS and b'"content":""' not in delta)
-        self.has_output = self.has_output or ids not in (b"", b"[]") or has_text
+        if not self.has_output:
+            has_text = text not in (b"", b'""') or (
+                delta not in _EMPTY_DELTAS and b'"content":""' not in delta
+            )
+            self.has_output = has_text or ids not in (b"", b"[]")
 
     @staticmethod
     def _exists_for_ids_only(reply: Reply) -> bool:
