@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +75,7 @@ async def _conversation(
 
 async def _move(lab: Lab, session: str, kinds: Sequence[str]) -> list[str]:
     """Order each action and wait for its outcome; the device pool is emptied so that it hides nothing."""
+    await _until_mapped(lab, session)
     done = []
     for kind in kinds:
         record = await lab.control.command(kind, session=session, wait_s=20)
@@ -80,3 +83,15 @@ async def _move(lab: Lab, session: str, kinds: Sequence[str]) -> list[str]:
     async with lab.http.post(f"{lab.stack.engine_url}/reset_prefix_cache") as response:
         await response.read()
     return done
+
+
+async def _until_mapped(lab: Lab, session: str, timeout_s: float = 20.0) -> None:
+    """Wait until kvpilot sees the session's KV in host memory and on disk: both are reported a little later."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        known = await lab.control.session(session)
+        resident = (known or {}).get("resident") or {}
+        if resident.get("host") and resident.get("disk"):
+            return
+        await asyncio.sleep(0.2)
+    raise BenchError(f"kvpilot did not see the KV of {session} within {timeout_s:.0f} s")

@@ -30,7 +30,7 @@ class Workload:
     jobs_per_pause: int = 2
     hand_over_s: float = 0.5
     """From a tool's end to the agent's next request."""
-    host_chunks: int = 64
+    host_chunks: int = 48
     disk_chunks: int = 96
     max_model_len: int = 8192
 

@@ -82,7 +82,6 @@ async def _play(room: Lab, project: Path, load: Workload, order: Sequence[str], 
     await room.gateway.chat([{"role": "user", "content": "warm up"}], 2)
     played: Played = []
     for number, mode in enumerate(order):
-        await room.control.set_mode("passive")
         await reset_tiers(room)
         await room.control.set_mode(mode)
         say(f"round {number + 1} of {len(order)}: {mode}, tiers empty")
