@@ -25,11 +25,18 @@ reply_decoder = msgspec.msgpack.Decoder(CommandReply)
 
 
 def runtime_dir(config: Config) -> Path:
-    """Folder of the sockets, made on first use: short (ipc paths end at 107 bytes), private, one per state folder."""
+    """Folder of the sockets: short (ipc paths end at 107 bytes), private, one per state folder."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
-    folder = base / f"kvpilot-{os.getuid()}-{digest}"
+    return base / f"kvpilot-{os.getuid()}-{digest}"
+
+
+def make_runtime_dir(config: Config) -> Path:
+    """:func:`runtime_dir`, made if it is not there. Raises PermissionError where somebody else made it."""
+    folder = runtime_dir(config)
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
     return folder
 
 

@@ -26,7 +26,7 @@ from kvpilot.domain import Event, Space
 from kvpilot.ingest.directory import DirectoryPoller
 from kvpilot.ingest.residency import Residency
 from kvpilot.ingest.vllm_events import KvEventSubscriber
-from kvpilot.link import command_endpoint, event_endpoint
+from kvpilot.link import command_endpoint, event_endpoint, make_runtime_dir
 from kvpilot.plan import PlanSettings
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Runtime:
     @classmethod
     async def create(cls, config: Config) -> Runtime:
         """Waits for the engine where it has to be asked for its model's name."""
+        make_runtime_dir(config)
         runtime = cls(config, config.engine.cache_model_name or await ask_model_name(config))
         await runtime.backend.start()
         runtime.restore()

@@ -150,6 +150,7 @@ def _vllm_spec(config: Config, python: Path, size: ModelSize, quiet: Mapping[str
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": engine.kv_events,
+        "replay_endpoint": engine.kv_events_replay or None,
         "topic": "kv",
     }
     argv = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpilot.config import Config, dump_config
-from kvpilot.link import runtime_dir
+from kvpilot.link import make_runtime_dir, runtime_dir
 from kvpilot.stack import StackError, models, plan, preflight
 from kvpilot.stack.engine_env import find_engine_python
 
@@ -48,7 +48,7 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
         size = models.model_size(path)
         config = _resolve_engine(config, path, size, say)
         preflight.check_memory(config, size)
-        for folder in (config.state_dir / "disk", runtime_dir(config) / "tmp"):
+        for folder in (config.state_dir / "disk", make_runtime_dir(config) / "tmp"):
             folder.mkdir(parents=True, exist_ok=True)
         engines = plan.engine_specs(config, python, size)
     else:
@@ -85,6 +85,7 @@ def _resolve_engine(config: Config, path: str, size: models.ModelSize, say: Say)
             "tokenizer": engine.tokenizer or (path if Path(path).is_dir() else ""),
             # An ipc socket in a private folder: over TCP vLLM would publish prompts on every interface.
             "kv_events": engine.kv_events or f"ipc://{runtime_dir(config)}/kv-events",
+            "kv_events_replay": engine.kv_events_replay or f"ipc://{runtime_dir(config)}/kv-replay",
             "max_model_len": longest,
         }
     )
