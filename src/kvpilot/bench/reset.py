@@ -6,20 +6,19 @@ import asyncio
 import time
 
 from kvpilot.bench.lab import BenchError, Lab
-from kvpilot.domain import SignalKind, Space, Tier
+from kvpilot.domain import Space, Tier
 
 _BOTH = (Tier.HOST, Tier.DISK)
 
 
 async def reset_tiers(lab: Lab, timeout_s: float = 30.0) -> int:
-    """End all sessions, empty the device pool, host memory and the disk tier; returns how many chunks were
-    dropped. kvpilot is left passive.
+    """Empty the device pool, host memory and the disk tier; returns how many chunks were dropped.
 
+    kvpilot still knows its sessions: rounds that play the same texts belong to tenants of their own.
     Needs vLLM's development endpoints (``engine.dev``) and idle engines. Raises BenchError when a tier is not
     empty after ``timeout_s`` seconds.
     """
     until = time.monotonic() + timeout_s
-    await _end_sessions(lab)
     await reset_device(lab, until)
     dropped: set[tuple[Space, bytes]] = set()
     while True:
@@ -37,15 +36,6 @@ async def reset_tiers(lab: Lab, timeout_s: float = 30.0) -> int:
             await lab.backend.drop(space, chunks, _BOTH)
             dropped.update((space, chunk) for chunk in chunks)
         await asyncio.sleep(0.5)
-
-
-async def _end_sessions(lab: Lab) -> None:
-    """Sessions of earlier rounds give up what they hold: only an acting kvpilot lets go of it."""
-    await lab.control.set_mode("kvpilot")
-    for session in await lab.control.sessions():
-        await lab.control.signal(session["id"], SignalKind.END)
-        await lab.control.settled(session["id"], 5.0)
-    await lab.control.set_mode("passive")
 
 
 async def reset_device(lab: Lab, until: float) -> None:

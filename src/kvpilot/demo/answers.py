@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpilot.bench.lab import BenchError, Lab
-from kvpilot.bench.reset import reset_tiers
 from kvpilot.demo.tools import Toolbox, ToolCall
 
 QUESTIONS = (
@@ -17,6 +16,8 @@ QUESTIONS = (
     "Would you use it in a web server? Answer briefly.",
 )
 ANSWER_TOKENS = 24
+ANSWER_KEYS = {"passive": "answers-passive", "kvpilot": "answers-kvpilot"}
+"""API keys: a tenant each, so that neither conversation finds the other's KV."""
 DOCUMENT_TOKENS = 560
 MOVES = (("demote", "prefetch"), ("evict",))
 """What is done with the session's KV after the first and after the second turn, in kvpilot mode."""
@@ -35,7 +36,7 @@ class Answers:
 async def compare_answers(
     lab: Lab, toolbox: Toolbox, run_id: str, say: Callable[[str], None]
 ) -> dict[str, object]:
-    """Greedy answers in both modes from empty tiers; ``same_answers`` is the comparison of their tokens."""
+    """Greedy answers in both modes, each from nothing; ``same_answers`` is the comparison of their tokens."""
     document = toolbox.run(ToolCall("read_file", {"path": "lib/textwrap.py"}), DOCUMENT_TOKENS)
     passive = await _conversation(lab, document, f"{run_id}-passive", move=False, say=say)
     moved = await _conversation(lab, document, f"{run_id}-kvpilot", move=True, say=say)
@@ -51,8 +52,8 @@ async def compare_answers(
 async def _conversation(
     lab: Lab, document: str, session: str, *, move: bool, say: Callable[[str], None]
 ) -> Answers:
-    await reset_tiers(lab)
-    await lab.control.set_mode("kvpilot" if move else "passive")
+    mode = "kvpilot" if move else "passive"
+    await lab.control.set_mode(mode)
     answers = Answers()
     messages: list[dict[str, str]] = [
         {"role": "system", "content": "You are a helpful assistant who answers briefly."}
@@ -60,14 +61,16 @@ async def _conversation(
     for number, question in enumerate(QUESTIONS):
         content = f"{document}\n\n{question}" if number == 0 else question
         messages.append({"role": "user", "content": content})
-        result = await lab.gateway.chat(messages, ANSWER_TOKENS, (session, session), token_ids=True)
+        result = await lab.gateway.chat(
+            messages, ANSWER_TOKENS, (session, session), ANSWER_KEYS[mode], token_ids=True
+        )
         if result.error is not None or not result.token_ids:
             raise BenchError(f"a request failed: {result.status} {result.error}")
         messages.append({"role": "assistant", "content": result.content})
         answers.texts.append(result.content)
         answers.tokens.append(result.token_ids)
         answers.cached.append(result.cached_tokens)
-        say(f"{'kvpilot' if move else 'passive'}, answer {number + 1}: {result.content.strip()[:60]!r}")
+        say(f"{mode}, answer {number + 1}: {result.content.strip()[:60]!r}")
         if move and number < len(MOVES):
             answers.moves += await _move(lab, session, MOVES[number])
     return answers

@@ -48,13 +48,32 @@ class Turn:
     reply: str
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """API keys of one round's tenants. Every round has tenants of its own, so that the same texts share no KV."""
+
+    agents: str
+    others: str
+
+    @classmethod
+    def of_round(cls, number: int) -> Keys:
+        return cls(f"demo-agents-{number}", f"demo-others-{number}")
+
+
 class Round:
     """Plays the schedule once on tiers that are empty."""
 
     def __init__(
-        self, lab: Lab, toolbox: Toolbox, load: Workload, run_id: str, say: Callable[[str], None]
+        self,
+        lab: Lab,
+        toolbox: Toolbox,
+        load: Workload,
+        run_id: str,
+        keys: Keys,
+        say: Callable[[str], None],
     ) -> None:
         self._lab, self._toolbox, self._load, self._run_id, self._say = lab, toolbox, load, run_id, say
+        self._keys = keys
         pauses = sum(len(script.steps) for script in SCRIPTS)
         self._documents = job_documents(toolbox, load.job_tokens, pauses * load.jobs_per_pause)
         if len(self._documents) < pauses * load.jobs_per_pause:
@@ -85,7 +104,7 @@ class Round:
         return turns
 
     async def _turn(self, agent: Agent, number: int) -> Turn:
-        result = await self._chat(agent.messages, self._load.reply_tokens, agent.session)
+        result = await self._chat(agent.messages, self._load.reply_tokens, agent.session, self._keys.agents)
         agent.replied(result.content)
         assert result.ttft_ms is not None
         self._say(
@@ -110,15 +129,17 @@ class Round:
             self._next_job += 1
             replies: list[str] = []
             for _ in JOB_QUESTIONS:
-                result = await self._chat(job_messages(document, replies), 4, session)
+                result = await self._chat(job_messages(document, replies), 4, session, self._keys.others)
                 replies.append(result.content)
             await self._signal(session, SignalKind.END)
 
     async def _signal(self, session: str, kind: SignalKind, eta_s: float | None = None) -> None:
         await self._lab.control.signal(session, kind, eta_s=eta_s)
 
-    async def _chat(self, messages: Sequence[dict[str, object]], tokens: int, session: str) -> ChatResult:
-        result = await self._lab.gateway.chat(messages, tokens, session=(session, session))
+    async def _chat(
+        self, messages: Sequence[dict[str, object]], tokens: int, session: str, key: str
+    ) -> ChatResult:
+        result = await self._lab.gateway.chat(messages, tokens, session=(session, session), api_key=key)
         if result.error is not None or result.ttft_ms is None:
             raise BenchError(f"a request failed: {result.status} {result.error}")
         return result

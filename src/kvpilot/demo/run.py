@@ -17,8 +17,8 @@ from rich.table import Table
 from kvpilot.bench.lab import BenchError, Lab, lab
 from kvpilot.bench.reset import reset_tiers
 from kvpilot.config import Config
-from kvpilot.demo.answers import compare_answers
-from kvpilot.demo.rounds import Round, Turn, Workload
+from kvpilot.demo.answers import ANSWER_KEYS, compare_answers
+from kvpilot.demo.rounds import Keys, Round, Turn, Workload
 from kvpilot.demo.tools import Toolbox, small_project
 from kvpilot.replay.report import mebibytes, milliseconds, percentile
 from kvpilot.stack.launch import launch, with_free_ports
@@ -54,7 +54,7 @@ def run_demo(state: Path, order: Sequence[str] = ORDER, answers: bool = True) ->
     say, load = Narrator(), Workload()
     with small_project() as project:
         say(f"starting vLLM, LMCache and kvpilot with small tiers (model {MEASURED_MODEL})")
-        with launch(_measured_config(state / "measured", load), wait_s=600) as stack:
+        with launch(_measured_config(state / "measured", load, len(order)), wait_s=600) as stack:
 
             async def measure() -> tuple[Played, dict[str, int]]:
                 async with lab(stack) as room:
@@ -79,14 +79,14 @@ def run_demo(state: Path, order: Sequence[str] = ORDER, answers: bool = True) ->
 
 async def _play(room: Lab, project: Path, load: Workload, order: Sequence[str], say: Narrator) -> Played:
     toolbox = Toolbox(project, room.texts)
-    await room.gateway.chat([{"role": "user", "content": "warm up"}], 2)
+    await room.gateway.chat([{"role": "user", "content": "warm up"}], 2, api_key=Keys.of_round(0).agents)
     played: Played = []
     for number, mode in enumerate(order):
         await reset_tiers(room)
         await room.control.set_mode(mode)
         say(f"round {number + 1} of {len(order)}: {mode}, tiers empty")
-        run_id = f"d{secrets.token_hex(2)}-{number + 1}"
-        turns = await Round(room, toolbox, load, run_id, lambda line: say("  " + line)).play()
+        run_id, keys = f"d{secrets.token_hex(2)}-{number + 1}", Keys.of_round(number + 1)
+        turns = await Round(room, toolbox, load, run_id, keys, lambda line: say("  " + line)).play()
         played.append((mode, turns))
     return played
 
@@ -98,11 +98,13 @@ def _chunk_gb(model: str, chunk: int) -> float:
     return chunk * kv_bytes / 2**30
 
 
-def _measured_config(state: Path, load: Workload) -> Config:
+def _measured_config(state: Path, load: Workload, rounds: int) -> Config:
     config = Config()
     chunk_gb = _chunk_gb(MEASURED_MODEL, config.lmcache.chunk_size)
+    keys = [Keys.of_round(number) for number in range(rounds + 1)]
     return with_free_ports(
         config.with_overrides(
+            tenants={key: key for pair in keys for key in (pair.agents, pair.others)},
             engine={"model": MEASURED_MODEL, "max_model_len": load.max_model_len, "dev": True},
             lmcache={"host_gb": load.host_chunks * chunk_gb, "disk_gb": load.disk_chunks * chunk_gb},
             state={"dir": str(state)},
@@ -115,6 +117,7 @@ def _answering_config(state: Path) -> Config:
     chunk_gb = _chunk_gb(ANSWERING_MODEL, config.lmcache.chunk_size)
     return with_free_ports(
         config.with_overrides(
+            tenants={key: key for key in ANSWER_KEYS.values()},
             engine={"model": ANSWERING_MODEL, "max_model_len": 2048, "dev": True},
             lmcache={"host_gb": 32 * chunk_gb, "disk_gb": 64 * chunk_gb},
             state={"dir": str(state)},

@@ -156,10 +156,6 @@ class Control:
         reply = await self._call("POST", f"/sessions/{session}/signals", body)
         return list((reply or {}).get("actions", ()))
 
-    async def sessions(self) -> list[dict[str, Any]]:
-        """All sessions the coordinator knows, latest first."""
-        return list((await self._call("GET", "/sessions"))["sessions"])
-
     async def session(self, session: str) -> dict[str, Any] | None:
         """The session as the coordinator sees it, or None when it does not know it (or is not there)."""
         try:
