@@ -149,6 +149,7 @@ class FakeCoordinator:
         self.silent = False
         self._context = context = zmq.asyncio.Context()
         self._pull = context.socket(zmq.PULL)
+        link.make_runtime_dir(config)
         self._pull.bind(link.event_endpoint(config))
         self._router = context.socket(zmq.ROUTER)
         self._router.bind(link.command_endpoint(config))

@@ -14,6 +14,7 @@ from kvpilot.config import parse_config
 def main() -> None:
     config = parse_config(Path(sys.argv[1]).read_bytes())
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        link.make_runtime_dir(config)
         socket.bind(link.event_endpoint(config))
         while True:
             socket.recv()

@@ -74,9 +74,9 @@ def run_bench(options: GatewayBenchOptions, progress: Progress = lambda _: None)
             progress(f"starting {rival.name}")
             port = free_port()
             command = rivals.command(rival, binaries[rival.name], engine_url, port, free_port(), folder)
-            stack.enter_context(process(command, folder / f"{rival.name}.log"))
+            child = stack.enter_context(process(command, folder / f"{rival.name}.log"))
             urls[rival.name] = f"http://127.0.0.1:{port}"
-            until_chatting(rival.name, urls[rival.name])
+            until_chatting(rival.name, child, urls[rival.name])
         for number in range(options.rounds):
             progress(f"round {number + 1} of {options.rounds}")
             results += measure_all(urls, options, reverse=number % 2 == 1)

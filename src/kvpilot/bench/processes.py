@@ -23,16 +23,27 @@ START_TIMEOUT_S = 180.0
 _METRIC = re.compile(r'^kvpilot_gateway_events_(\w+)\{worker="(\d+)"\} (\S+)$', re.MULTILINE)
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    popen: subprocess.Popen[bytes]
+    log: Path | None
+
+    def complaint(self) -> str:
+        """The last line it wrote."""
+        lines = self.log.read_text(errors="replace").split("\n") if self.log else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
 @contextmanager
-def process(command: Sequence[str], log: Path | None = None, pass_fds: Sequence[int] = ()) -> Iterator[int]:
-    """A child (its pid) with what it starts itself; both are gone afterwards."""
+def process(command: Sequence[str], log: Path | None = None, pass_fds: Sequence[int] = ()) -> Iterator[Child]:
+    """A child with what it starts itself; both are gone afterwards."""
     with ExitStack() as stack:
         output = stack.enter_context(log.open("w")) if log else subprocess.DEVNULL
         child = subprocess.Popen(
             list(command), stdout=output, stderr=subprocess.STDOUT, pass_fds=pass_fds, start_new_session=True
         )
         try:
-            yield child.pid
+            yield Child(child, log)
         finally:
             child.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -55,29 +66,29 @@ def get(url: str, body: bytes | None = None) -> str:
 
 
 def until_answering(
-    name: str, url: str, body: bytes | None = None, timeout_s: float = START_TIMEOUT_S
+    name: str, child: Child, url: str, body: bytes | None = None, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Until ``url`` gives a 200. Raises RuntimeError when it does not in time."""
+    """Until ``url`` gives a 200. Raises RuntimeError when it does not in time, or its process has ended."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and child.popen.poll() is None:
         try:
             get(url, body)
             return
         except OSError:
             time.sleep(0.3)
-    raise RuntimeError(f"{name} did not answer within {timeout_s:.0f} s")
+    raise RuntimeError(f"{name} does not answer: {child.complaint()}")
 
 
-def until_chatting(name: str, url: str) -> None:
-    until_answering(name, url + PATH, b'{"model":"mock","messages":[{"role":"user","content":"hi"}]}')
+def until_chatting(name: str, child: Child, url: str) -> None:
+    until_answering(name, child, url + PATH, b'{"model":"mock","messages":[{"role":"user","content":"hi"}]}')
 
 
 @contextmanager
 def mock_engine() -> Iterator[str]:
     """Its URL."""
     url = f"http://127.0.0.1:{free_port()}"
-    with process([sys.executable, "-m", "kvpilot.bench.mock_engine", url.rpartition(":")[2]]):
-        until_chatting("the mock engine", url)
+    with process([sys.executable, "-m", "kvpilot.bench.mock_engine", url.rpartition(":")[2]]) as child:
+        until_chatting("the mock engine", child, url)
         yield url
 
 
@@ -129,8 +140,9 @@ def kvpilot_gateway(folder: Path, engine_url: str, workers: int) -> Iterator[Gat
             "--fd",
             str(listener.fileno()),
         ]
-        for _ in range(workers):
-            stack.enter_context(process(command, pass_fds=(listener.fileno(),)))
+        for number in range(workers):
+            log = folder / f"gateway-{number}.log"
+            child = stack.enter_context(process(command, log, pass_fds=(listener.fileno(),)))
         url = f"http://127.0.0.1:{port}"
-        until_chatting("the gateway", url)
+        until_chatting("the gateway", child, url)
         yield GatewayUnderTest(url, config, file)

@@ -61,5 +61,11 @@ def command(
         "litellm_params": {"model": "openai/mock", "api_base": f"{engine_url}/v1", "api_key": "none"},
     }
     file = folder / "litellm.yaml"
-    file.write_text(json.dumps({"model_list": [model], "litellm_settings": {"telemetry": False}}))
+    settings = {
+        "model_list": [model],
+        "litellm_settings": {"telemetry": False},
+        # Without a key it would not start; with one it would check it in a database for every request.
+        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+    }
+    file.write_text(json.dumps(settings))
     return [str(binaries / "litellm"), "--config", str(file), "--host", "127.0.0.1", "--port", str(port)]

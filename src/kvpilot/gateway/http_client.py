@@ -45,6 +45,8 @@ class Connection(asyncio.Protocol):
         self.read_timeout_s = read_timeout_s
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting_since = 0.0
         self._paused = False
         self.closed = False
         self.idle_since = 0.0
@@ -177,6 +179,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Drop the connection; the server sees that nobody waits any more."""
+        self.stop_timer()
         if not self.closed:
             self.closed = True
             self._transport.abort()
@@ -201,19 +204,33 @@ class Connection(asyncio.Protocol):
         if self.closed:
             raise self._error or Disconnected("the connection was closed")
         self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(self.read_timeout_s, self._expire)
+        self._waiting_since = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self.read_timeout_s, self._expire)
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
         if self._error is not None:
             raise self._error
 
     def _expire(self) -> None:
+        """One timer serves many waits: it is set anew for what is left of the one that goes on."""
+        self._timer = None
+        if self._waiter is None:
+            return
+        left = self._waiting_since + self.read_timeout_s - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._expire)
+            return
         self._error = ReadTimeout()
         self.close()
         self._wake()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -294,6 +311,7 @@ class Client:
         if not connection.reusable:
             connection.close()
             return
+        connection.stop_timer()
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
         if len(self._idle) > _MAX_IDLE:

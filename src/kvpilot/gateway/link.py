@@ -46,9 +46,11 @@ class GatewayLink:
 
     async def start(self) -> None:
         """Open the sockets. Must run in the loop that uses them."""
-        self._context = zmq.asyncio.Context()
-        self._events = zmq.Context(self._context).socket(zmq.PUSH)
-        self._commands = self._context.socket(zmq.DEALER)
+        # Two contexts: one shared by a plain and an asyncio socket cannot be collected in any order.
+        self._event_context = zmq.Context()
+        self._events = self._event_context.socket(zmq.PUSH)
+        self._command_context = zmq.asyncio.Context()
+        self._commands = self._command_context.socket(zmq.DEALER)
         for socket, endpoint, limit in (
             (self._events, wire.event_endpoint(self._config), _IN_ZMQ),
             (self._commands, wire.command_endpoint(self._config), 1000),
@@ -68,9 +70,9 @@ class GatewayLink:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-            self._events.close()
-            self._commands.close()
-            self._context.term()
+            self._reader = None
+            self._event_context.destroy(linger=0)
+            self._command_context.destroy(linger=0)
 
     def emit(self, event: Event) -> None:
         """Send an event, or keep it until the coordinator takes it, or shed and count it. Never waits."""

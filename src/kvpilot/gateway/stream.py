@@ -14,6 +14,12 @@ from kvpilot.gateway.request import TOKEN_IDS, USAGE
 _END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 """A blank line. A carriage return at the very end of what has arrived may still become a CRLF: not yet one."""
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
+_USUAL = re.compile(
+    rb'data: \{"id":"[^\[{]*"choices":\[\{"index":0,"delta":(\{"[^\n\r]+\}),'
+    rb'"logprobs":null,"finish_reason":null,"token_ids":(\[[0-9,]+\])\}\]\}\n\n'
+)
+"""A chunk as vLLM writes it in the middle of a chat: its delta and its token ids."""
+_USUAL_BYTES = 4096
 _EMPTY_DELTAS = (b"", b"{}")
 
 
@@ -108,6 +114,10 @@ class StreamReader:
 
     def _event(self, event: bytes, out: list[bytes]) -> None:
         """Read one event and add to ``out`` what goes on now."""
+        usual = _USUAL.fullmatch(event) if len(event) < _USUAL_BYTES else None
+        if usual is not None and b'"token_ids"' not in usual[1]:
+            self._usual_event(event, usual, out)
+            return
         spans = data_spans(event)
         read = read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
         if read is None:
@@ -134,6 +144,19 @@ class StreamReader:
             # Without our question the engine's fingerprint would be on this chunk; it comes with the next.
             self._held, self._held_span = event, (start, end)
             return
+        out.append(event)
+
+    def _usual_event(self, event: bytes, usual: re.Match[bytes], out: list[bytes]) -> None:
+        """The same for most events of most streams, at a fifth of the cost."""
+        delta, ids = usual.groups()
+        self._deltas.append(delta)
+        self.facts.output_ids.append(ids)
+        self.has_output = True
+        if self._held:
+            out.append(self._release())
+        if self._hide_ids:
+            start, end = usual.span(2)
+            event = b"".join((event[:start], b"null", event[end:]))
         out.append(event)
 
     def _take(self, choice: Choice, ids: bytes) -> None:
