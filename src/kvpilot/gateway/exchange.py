@@ -181,8 +181,9 @@ class Exchange:
             self._tools.link.emit(event)
 
     def _output_tokens(self) -> TokenArray:
-        parts = [tokens for raw in self._facts.output_ids if (tokens := parse_tokens(raw)) is not None]
-        return np.concatenate(parts) if parts else np.empty(0, dtype="<u4")
+        lists = [inner for raw in self._facts.output_ids if (inner := raw[1:-1])]
+        tokens = parse_tokens(b"[" + b",".join(lists) + b"]")
+        return np.empty(0, dtype="<u4") if tokens is None else tokens
 
     def _chunk_hashes(self) -> list[str]:
         """Hex hashes of the full chunks whose KV exists: all but the last sampled token was computed."""

@@ -213,18 +213,37 @@ def join_deltas(deltas: list[bytes]) -> dict[str, Any]:
                 _join(calls.setdefault(index if isinstance(index, int) else position, {}), call)
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return message
+    return {key: _finished(value) for key, value in message.items()}
 
 
 _ONCE = frozenset({"role", "id", "type", "name"})
 
 
+class _Pieces(list[str]):
+    """A text still in its pieces: joining it anew with every delta would take quadratic time."""
+
+
 def _join(into: dict[str, Any], delta: dict[str, Any]) -> None:
     for key, value in delta.items():
         old = into.get(key)
-        if isinstance(old, str) and isinstance(value, str) and key not in _ONCE:
-            into[key] = old + value
-        elif isinstance(old, dict) and isinstance(value, dict):
+        if isinstance(value, str) and key not in _ONCE:
+            if isinstance(old, _Pieces):
+                old.append(value)
+            else:
+                into[key] = _Pieces((value,))
+        elif isinstance(value, dict):
+            if not isinstance(old, dict):
+                old = into[key] = {}
             _join(old, value)
         elif value is not None or key not in into:
             into[key] = value
+
+
+def _finished(value: Any) -> Any:
+    if isinstance(value, _Pieces):
+        return "".join(value)
+    if isinstance(value, dict):
+        return {key: _finished(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finished(inner) for inner in value]
+    return value
