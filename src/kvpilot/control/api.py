@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpilot import __version__
+from kvpilot.backends.base import BackendError
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
@@ -49,6 +50,14 @@ class ActionBody(BaseModel):
     )
     tools: list[dict[str, Any]] | None = None
     chunks: list[str] = Field(default_factory=list, description="Chunk hashes in hex.")
+
+
+class LocateBody(BaseModel):
+    """Chunks to look for."""
+
+    model_config = ConfigDict(extra="forbid")
+    chunks: list[str] = Field(max_length=10_000, description="Chunk hashes, 64 hex digits each.")
+    salt: str = Field(default="", description="cache_salt of the requests that made them.")
 
 
 class ModeBody(BaseModel):
@@ -190,6 +199,19 @@ def create_app(
         if record is None:
             raise HTTPException(404, f"action {action_id!r} is not known")
         return as_json(record)
+
+    @app.post(f"{PREFIX}/chunks/locate", dependencies=guard)
+    async def locate(body: LocateBody) -> dict[str, Any]:
+        """Where chunks are, asked now from the cache layer's directory (which lags about a second)."""
+        try:
+            chunks = [bytes.fromhex(text) for text in body.chunks]
+        except ValueError as error:
+            raise HTTPException(422, f"a chunk hash is 64 hex digits: {error}") from None
+        try:
+            found = await service.backend.locate(service.space_of(body.salt), chunks)
+        except BackendError as error:
+            raise HTTPException(503, f"the cache layer does not answer: {error}") from None
+        return {"tiers": [sorted(tiers) for tiers in found]}
 
     @app.put(f"{PREFIX}/mode", dependencies=guard)
     async def mode(body: ModeBody) -> dict[str, str]:

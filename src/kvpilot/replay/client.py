@@ -172,6 +172,11 @@ class Control:
             for tier in reply["tiers"]
         }
 
+    async def located(self, chunks: Sequence[str]) -> list[list[str]]:
+        """Tiers that hold each chunk (hex hashes), asked now from the cache layer's directory."""
+        reply = await self._call("POST", "/chunks/locate", {"chunks": list(chunks)})
+        return [list(tiers) for tiers in reply["tiers"]]
+
     async def command(
         self, kind: str, session: str | None = None, chunks: Sequence[str] = (), wait_s: float = 10.0
     ) -> dict[str, Any]:

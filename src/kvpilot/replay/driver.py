@@ -13,6 +13,7 @@ import msgspec
 
 from kvpilot.domain import SignalKind
 from kvpilot.replay.client import Control, ControlError, Gateway
+from kvpilot.replay.compaction import CompactionWatch
 from kvpilot.replay.plan import Hints, PlannedCall, PlannedSession, PlannedSignal
 from kvpilot.replay.render import Conversation, PrefixMemory
 from kvpilot.replay.text import TextMaker
@@ -80,6 +81,8 @@ class Replayer:
         self._hints, self._salt, self._api_keys, self._progress = hints, salt, api_keys or {}, progress
         self._memory = PrefixMemory()
         self._began = 0.0
+        lifecycle = control is not None and hints is Hints.LIFECYCLE
+        self.compactions = CompactionWatch(control) if lifecycle and control is not None else None
         self.rows: list[TurnRow] = []
         self.tiers = TierSamples()
         self.signals = 0
@@ -93,6 +96,8 @@ class Replayer:
             async with asyncio.TaskGroup() as group:
                 for session in sessions:
                     group.create_task(self._session(session))
+            if self.compactions is not None:
+                await self.compactions.finish()
         finally:
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -161,6 +166,11 @@ class Replayer:
         )
         self.rows.append(row)
         self._progress(row)
+        if self.compactions is not None and result.error is None:
+            if planned.summarises:
+                await self.compactions.summarised(agent)
+            elif self.compactions.waits_for(agent):
+                self.compactions.continued(agent, planned.agent, planned.turn, result.cached_tokens)
 
     async def _resident(self, session: str | None) -> dict[str, Any] | None:
         if self._control is None or session is None:

@@ -108,6 +108,13 @@ def print_report(document: dict[str, Any], console: Console) -> None:
         console.print(
             f"{tier} tier{of}: {mebibytes(held['mean'])} held on average, {mebibytes(held['peak'])} at most"
         )
+    for row in document["compactions"]:
+        gone = row["gone_after_s"]
+        console.print(
+            f"compaction of {row['session']} before turn {row['turn']}: {row['superseded_chunks']} chunks superseded, "
+            + (f"gone from every tier after {gone} s" if gone is not None else "not gone while watched")
+            + f"; {row['kept_chunks']} kept, the next call found {row['cached_tokens']} tokens cached"
+        )
     for note in document["notes"]:
         console.print(f"[dim]note: {note}[/dim]")
 

@@ -16,7 +16,7 @@ import msgspec
 from kvpilot.config import Config
 from kvpilot.replay.client import Control, ControlError, Gateway
 from kvpilot.replay.driver import Replayer, TurnRow
-from kvpilot.replay.plan import Hints, ReplayOptions, choose_scale, plan_overlay
+from kvpilot.replay.plan import Hints, PlannedSession, ReplayOptions, choose_scale, plan_overlay
 from kvpilot.replay.report import lengths, totals
 from kvpilot.replay.text import TextMaker
 from kvpilot.traces import TraceError, find_trace, overlay, read_trace
@@ -97,13 +97,30 @@ def replay(request: ReplayRequest, where: Where) -> dict[str, Any]:
     count = sum(len(session.calls) for session in planned)
     say(f"{len(planned)} sessions, {count} requests, lengths × {scale}")
 
+    replayer, interrupted = replay_sessions(
+        planned, where, request.mode, request.options, texts, request.salt
+    )
+    return document(request, scale, laid.window_s, laid.gaps_cut, replayer, interrupted)
+
+
+def replay_sessions(
+    planned: Sequence[PlannedSession],
+    where: Where,
+    mode: str,
+    options: ReplayOptions,
+    texts: TextMaker,
+    salt: str = "",
+) -> tuple[Replayer, bool]:
+    """Play planned sessions; returns what was measured, and whether Ctrl-C cut it short."""
+    count = sum(len(session.calls) for session in planned)
+
     async def run() -> tuple[Replayer, bool]:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
             control = Control(http, where.control_url, where.control_token) if where.control_url else None
             if control is not None:
-                await control.set_mode(request.mode)
-            elif request.options.hints is not Hints.NONE:
+                await control.set_mode(mode)
+            elif options.hints is not Hints.NONE:
                 raise ControlError("hints other than none need the control API: give --control URL")
             done = 0
 
@@ -120,8 +137,8 @@ def replay(request: ReplayRequest, where: Where) -> dict[str, Any]:
                 Gateway(http, where.gateway_url, where.model),
                 control,
                 texts,
-                request.options.hints,
-                request.salt,
+                options.hints,
+                salt,
                 where.api_keys,
                 progress,
             )
@@ -132,8 +149,7 @@ def replay(request: ReplayRequest, where: Where) -> dict[str, Any]:
                 return replayer, True
             return replayer, False
 
-    replayer, interrupted = asyncio.run(run())
-    return document(request, scale, laid.window_s, laid.gaps_cut, replayer, interrupted)
+    return asyncio.run(run())
 
 
 def document(
@@ -169,6 +185,7 @@ def document(
         "bytes_held": replayer.tiers.held(),
         "bytes_written": replayer.tiers.written(),
         "totals": totals(rows),
+        "compactions": msgspec.to_builtins(replayer.compactions.rows) if replayer.compactions else [],
         "signals": replayer.signals,
         "interrupted": interrupted,
         "notes": notes,
