@@ -26,6 +26,10 @@ def replay(
         str, typer.Option(help="none = what a proxy sees; lifecycle = ids, tool ends, pauses, session ends.")
     ] = "lifecycle",
     sessions: Annotated[int, typer.Option(min=1, help="Sessions drawn from the traces.")] = 4,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--session", help="Recorded sessions to choose from, by id.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which sessions, and when each starts.")] = 0,
     tenants: Annotated[int, typer.Option(min=0, help="Other tenants beside them, one session each.")] = 0,
     gap_scale: Annotated[float, typer.Option(min=0, help="Recorded pauses are multiplied by this.")] = 0.05,
@@ -96,6 +100,7 @@ def replay(
                 max_reply=max_reply,
             ),
             sessions=sessions,
+            only=tuple(only or ()),
             seed=seed,
             tenants=tenants,
             window_s=window,

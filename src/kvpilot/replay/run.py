@@ -54,6 +54,8 @@ class ReplayRequest(msgspec.Struct, frozen=True):
     tenants: int = 0
     window_s: float | None = None
     salt: str = ""
+    only: tuple[str, ...] = ()
+    """Ids of recorded sessions to choose from; empty = all."""
 
 
 def tenant_keys(tenants: int) -> dict[str, str]:
@@ -89,6 +91,8 @@ def replay(request: ReplayRequest, where: Where) -> dict[str, Any]:
     texts = TextMaker.load(where.tokenizer)
     paths = [find_trace(name) for name in request.traces]
     stream = chained(read_trace(path, texts.count) for path in paths)
+    if request.only:
+        stream = (session for session in stream if session.id in request.only)
     laid = overlay(stream, request.sessions + request.tenants, request.seed, request.window_s)
     scale = choose_scale(
         [placed.session for placed in laid.placed], where.max_model_len, request.options, texts.carries_tools
