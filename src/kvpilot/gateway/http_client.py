@@ -162,6 +162,8 @@ class Connection(asyncio.Protocol):
                 return
             else:
                 await self._wait()
+                # One more turn of the loop: under load several chunks have come by then and travel as one.
+                await asyncio.sleep(0)
 
     async def read(self) -> bytes:
         """The reply's whole body."""
