@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,3 +61,39 @@ def tiers(
         print_table(document, Console())
         if plot_file is not None:
             plot(document, plot_file)
+
+
+@bench.command()
+def gateway(
+    seconds: Annotated[float, typer.Option(min=0.5, help="Length of one measurement.")] = 4.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    body_kb: Annotated[int, typer.Option(min=1, help="Size of a request's body.")] = 100,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of kvpilot's gateway.")] = 2,
+    rivals: Annotated[
+        bool, typer.Option(help="Compare with vllm-router and LiteLLM (installed on first use).")
+    ] = True,
+    growing: Annotated[
+        bool, typer.Option(help="Measure how the coordinator keeps up with growing sessions.")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """What the gateway adds to each request, side by side with vllm-router and LiteLLM."""
+    import sys
+
+    from rich.console import Console
+
+    from kvpilot.bench.gateway import GatewayBenchOptions, print_table, run_bench
+    from kvpilot.replay.run import write_json
+
+    options = GatewayBenchOptions(
+        seconds=seconds, rounds=rounds, body_kb=body_kb, workers=workers, coordinator=growing
+    )
+    if not rivals:
+        options = replace(options, rivals=())
+    with user_errors(RuntimeError):
+        document = run_bench(options, lambda line: print(line, file=sys.stderr, flush=True))
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, Console())

@@ -79,7 +79,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
         title=f"replay of {', '.join(document['traces'])} ({document['mode']})", title_justify="left"
     )
     for name in ("session", "turns", "agents", "prompt max", "cached", "TTFT p50", "TTFT p90", "failed"):
-        table.add_column(name, justify="left" if name == "session" else "right")
+        table.add_column(name, justify="left" if name == "session" else "right", no_wrap=name == "session")
     for session, rows in by_session.items():
         ttft = [row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]
         prompt = sum(row["prompt_tokens"] for row in rows)
