@@ -27,7 +27,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
-    workers: int = 1
+    workers: int = 2
     max_body_mb: int = 64
     max_in_flight: int = 1024
     """Requests forwarded at once per worker; more get 503 with Retry-After."""

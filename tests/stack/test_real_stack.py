@@ -50,7 +50,14 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def test_everything_answers_once_it_is_up(stack: Endpoints) -> None:
-    assert set(stack.pids) == {"lmcache-coordinator", "lmcache", "vllm", "coordinator", "gateway-0"}
+    assert set(stack.pids) == {
+        "lmcache-coordinator",
+        "lmcache",
+        "vllm",
+        "coordinator",
+        "gateway-0",
+        "gateway-1",
+    }
     assert get(f"{stack.gateway_url}/health")["status"] == "ok"
     assert get(f"{stack.control_url}/kvpilot/v1/health")["status"] == "ok"
     assert get(f"{stack.gateway_url}/v1/models")["data"][0]["id"] == "m16k"
@@ -66,15 +73,16 @@ def test_requests_with_tools_are_accepted(stack: Endpoints) -> None:
     assert reply["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_a_killed_gateway_worker_is_back_within_two_seconds_and_connections_wait(stack: Endpoints) -> None:
-    before = stack.pids["gateway-0"]
-    os.kill(before, signal.SIGKILL)
+def test_killed_gateway_workers_are_back_within_two_seconds_and_connections_wait(stack: Endpoints) -> None:
+    before = {name: pid for name, pid in stack.pids.items() if name.startswith("gateway-")}
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
     begun = time.monotonic()
     # No retry: the connection waits in the supervisor's socket until the next worker takes it.
     assert get(f"{stack.gateway_url}/health")["status"] == "ok"
+    until(lambda: all(stack.pids[name] not in (0, pid) for name, pid in before.items()), 2)
     assert time.monotonic() - begun < 2
-    assert stack.pids["gateway-0"] != before
-    assert stack.restarts["gateway-0"] >= 1
+    assert all(stack.restarts[name] >= 1 for name in before)
 
 
 def test_serve_uses_engines_that_are_up_and_leaves_them_alone(stack: Endpoints, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ControlPortOption = Annotated[
     ),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", help="Gateway worker processes (default 1).", show_default=False)
+    int | None, typer.Option("--workers", help="Gateway worker processes (default 2).", show_default=False)
 ]
 ModeOption = Annotated[
     str | None, typer.Option("--mode", help="kvpilot = act, passive = only observe.", show_default=False)

@@ -16,7 +16,8 @@ from kvpilot.link import batch_decoder, event_decoder, event_encoder
 
 log = logging.getLogger(__name__)
 
-EVENT_BACKLOG = 10_000
+EVENT_BACKLOG = 1000
+"""Frames; one carries a whole request (200 KB for a long context). Gateways keep what does not fit, bounded too."""
 BURST = 64
 """Events taken in before other tasks get a turn."""
 
