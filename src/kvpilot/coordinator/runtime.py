@@ -49,7 +49,7 @@ class Runtime:
             self.events = KvEventSubscriber(
                 config.engine.kv_events,
                 self.residency,
-                self.poller.nudge,
+                self.poller.stir,
                 model=model,
                 replay_endpoint=config.engine.kv_events_replay,
                 host_hints=len(config.lmcache.nodes) == 1,

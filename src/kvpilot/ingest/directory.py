@@ -90,10 +90,14 @@ class DirectoryPoller:
             self._task = None
 
     def nudge(self) -> None:
-        """Something is about to change: look more often for a few seconds."""
+        """Somebody waits to see a change: look more often for a few seconds."""
         self._fast_until = time.monotonic() + _FAST_FOR_S
         self._quiet_polls = 0
         self._wake.set()
+
+    def stir(self) -> None:
+        """There is traffic: poll at the usual pace again, no faster, since every poll takes time from it."""
+        self._quiet_polls = 0
 
     async def poll(self) -> bool:
         """One poll, now. Returns whether the view changed. Raises BackendError."""
