@@ -50,7 +50,8 @@ def test_summary() -> None:
 def test_other_tenants_can_fill_host_memory_and_everything_fits_the_disk(own: int) -> None:
     sizes = sizes_for(own * 256)
     per_other = 4096 // sizes.chunk
-    assert sizes.host_chunks >= 4 * own
+    # What LMCache keeps free (a fifth) is enough to bring the context in from disk.
+    assert 0.2 * sizes.host_chunks > own
     assert sizes.others * per_other > sizes.host_chunks
     # LMCache begins to evict at 80 %: nothing the bench needs may be lost to that.
     assert 0.8 * sizes.disk_chunks > sizes.others * per_other + own

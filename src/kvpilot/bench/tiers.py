@@ -54,9 +54,12 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_for(context: int, chunk: int = 256) -> Sizes:
-    """Host memory holds four largest contexts, the disk tier everything with room to spare."""
+    """Host memory holds six largest contexts, the disk tier everything with room to spare.
+
+    Six, because LMCache keeps only a fifth of host memory free, and what comes from disk must pass through it.
+    """
     own = context // chunk
-    host = max(4 * own, 96)
+    host = max(6 * own, 96)
     others = -(-int(_SPARE * host) // (OTHER_TENANT_TOKENS // chunk))
     disk = int(1.4 * (others * (OTHER_TENANT_TOKENS // chunk) + 4 * own))
     return Sizes(chunk, host, disk, others)
@@ -96,9 +99,9 @@ class Discarded(Exception):
 class TierBench:
     """The bench on one stack; :meth:`run` measures one context length."""
 
-    def __init__(self, lab: Lab, run_id: str, others: int, progress: Progress) -> None:
+    def __init__(self, lab: Lab, run_id: str, sizes: Sizes, progress: Progress) -> None:
         self._lab, self._run_id, self._say = lab, run_id, progress
-        self._others_wanted = others
+        self._sizes = sizes
         self._others: list[Context] = []
         self._next_other = 0
         self._turn = 0
@@ -110,8 +113,8 @@ class TierBench:
         probe = self._messages("probe", 8, 8)
         reply = await self._chat(probe, None)
         self._overhead = len(reply.prompt_token_ids or ()) - 16
-        for number in range(self._others_wanted):
-            self._say(f"other tenants' contexts: {number + 1} of {self._others_wanted}")
+        for number in range(self._sizes.others):
+            self._say(f"other tenants' contexts: {number + 1} of {self._sizes.others}")
             self._others.append(await self._prefill(f"other-{number}", OTHER_TENANT_TOKENS))
         for other in self._others:
             await self._on_disk(other)
@@ -190,11 +193,10 @@ class TierBench:
             {"role": "assistant", "content": self._lab.texts.text("noted", 1)},
             {"role": "user", "content": question},
         ]
-        result = await self._chat(messages, context.session)
-        ids = result.prompt_token_ids or []
-        if ids[: context.tokens] != context.token_ids or len(ids) > context.tokens + 32:
+        result = await self._chat(messages, context.session, token_ids=False)
+        if not context.tokens < result.prompt_tokens <= context.tokens + 32:
             raise BenchError(
-                "the next turn does not continue the context: this chat template is not supported"
+                f"the next turn is {result.prompt_tokens} tokens: this template is not supported"
             )
         return result
 
@@ -228,6 +230,19 @@ class TierBench:
             await asyncio.sleep(0.1)
         if not await self._lab.until_held(context.chunks, {Tier.DISK: len(context.chunks)}, 3.0):
             raise BenchError("the session's KV is not wholly on disk: the disk tier is too small")
+        await self._room(len(context.chunks))
+
+    async def _room(self, chunks: int, timeout_s: float = 10.0) -> None:
+        """Wait until LMCache has made room for that many chunks in host memory (it evicts once a second)."""
+        until = time.monotonic() + timeout_s
+        while True:
+            [host] = [entry for entry in await self._lab.backend.usage() if entry.tier is Tier.HOST]
+            share = 1 - host.used_bytes / host.capacity_bytes
+            if share * self._sizes.host_chunks >= chunks + 1:
+                return
+            if time.monotonic() > until:
+                raise BenchError(f"LMCache made no room for {chunks} chunks in host memory")
+            await asyncio.sleep(0.2)
 
     def _other(self) -> Context:
         self._next_other = (self._next_other + 1) % len(self._others)
@@ -252,9 +267,11 @@ class TierBench:
             await self._lab.control.outcome(action, 15.0)
         records = await self._lab.control.settled(context.session, 15.0)
         took = (time.perf_counter() - began) * 1000
-        loads = [r for r in records if r["kind"] == "prefetch"]
+        loads = [r for r in records if r["kind"] == "prefetch" and r["id"] in actions]
         if not loads:
             raise Discarded("kvpilot started no prefetch")
+        if loads[0]["status"] != "done":
+            raise Discarded(f"kvpilot's prefetch was {loads[0]['status']}: {loads[0]['reason']}")
         return took
 
     async def _prefill(self, name: str, tokens: int) -> Context:
@@ -281,9 +298,11 @@ class TierBench:
             {"role": "user", "content": texts.text(f"{self._run_id}:{name}:user", user)},
         ]
 
-    async def _chat(self, messages: list[dict[str, str]], session: str | None) -> ChatResult:
+    async def _chat(
+        self, messages: list[dict[str, str]], session: str | None, token_ids: bool = True
+    ) -> ChatResult:
         ids = None if session is None else (session, session)
-        result = await self._lab.gateway.chat(messages, 1, session=ids, token_ids=True)
+        result = await self._lab.gateway.chat(messages, 1, session=ids, token_ids=token_ids)
         if result.error is not None:
             raise BenchError(f"a request failed: {result.status} {result.error}")
         return result

@@ -55,8 +55,8 @@ def bench_tiers(config: Config, contexts: Sequence[int], rounds: int) -> dict[st
 
         async def run() -> dict[str, Any]:
             async with lab(stack) as room:
-                others = sizes_for(max(contexts), chunk).others
-                bench = TierBench(room, f"b{secrets.token_hex(3)}", others, say)
+                sizes = sizes_for(max(contexts), chunk)
+                bench = TierBench(room, f"b{secrets.token_hex(3)}", sizes, say)
                 await bench.prepare()
                 results = [await bench.run(context, rounds) for context in contexts]
                 return _document(results, rounds, await room.tier_sizes(), config, time.monotonic() - began)

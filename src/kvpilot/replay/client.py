@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -94,16 +94,10 @@ class Gateway:
 
 async def _read_stream(response: aiohttp.ClientResponse, result: ChatResult, began: float) -> None:
     finished = False
-    async for raw in response.content:
-        line = raw.strip()
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
+    async for data in _events(response, result, began):
         if data == b"[DONE]":
             break
         chunk = msgspec.json.decode(data)
-        if result.ttft_ms is None:
-            result.ttft_ms = (time.perf_counter() - began) * 1000
         if "error" in chunk:
             result.error = str(chunk["error"])[:300]
             return
@@ -120,6 +114,22 @@ async def _read_stream(response: aiohttp.ClientResponse, result: ChatResult, beg
             result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not finished:
         result.error = "the stream ended before the reply did"
+
+
+async def _events(response: aiohttp.ClientResponse, result: ChatResult, began: float) -> AsyncIterator[bytes]:
+    """The stream's data lines, of any length (a prompt's token ids may be one line of megabytes)."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        if result.ttft_ms is None:
+            result.ttft_ms = (time.perf_counter() - began) * 1000
+        *lines, last = piece.split(b"\n")
+        if not lines:
+            rest += last
+            continue
+        lines[0], rest = rest + lines[0], last
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
 
 
 class Control:
