@@ -37,6 +37,8 @@ VARIANTS = ("kvpilot", "passive_cached", "passive_cold", "recompute", "l1_hit", 
 OTHER_TENANT_TOKENS = 4096
 NEW_WORDS = 12
 """Words of the new user message; with the template's tokens the turn is at most 32 tokens longer."""
+SETTLE_S = 1.0
+"""Pause before each measured turn."""
 _SPARE = 1.25
 """Other tenants' contexts fill host memory this many times over."""
 
@@ -173,6 +175,8 @@ class TierBench:
             want = {Tier.DISK: n, Tier.HOST: n if host else 0}
             if not await self._lab.until_held(context.chunks, want, 3.0):
                 raise Discarded(f"before the turn {_counts(await self._lab.held(context.chunks))} of {n}")
+        # What follows a turn (stores, mapping) is over before an agent's tool is; it must not be measured here.
+        await asyncio.sleep(SETTLE_S)
         before = await self._lab.engine_hits()
         result = await self._turn_of(context)
         after = await self._lab.engine_hits()
