@@ -41,12 +41,13 @@ def tiers(
     """What a session's next turn costs when its KV was pushed out: kvpilot, passive, recompute, limits."""
     from rich.console import Console
 
+    from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
     from kvpilot.bench.tiers_report import bench_tiers, plot, print_table
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.run import write_json
 
-    with user_errors(BenchError, ControlError, ValueError):
+    with user_errors(BenchError, ControlError, BackendError, ValueError):
         try:
             lengths = [int(part) for part in contexts.split(",") if part.strip()]
         except ValueError:

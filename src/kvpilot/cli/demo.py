@@ -28,12 +28,16 @@ def demo(
     """Three coding agents with other tenants beside them, without and with kvpilot. About six minutes."""
     from rich.console import Console
 
+    from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
     from kvpilot.demo.run import print_result, run_demo
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.run import write_json
 
-    with user_errors(BenchError, ControlError), tempfile.TemporaryDirectory(prefix="kvpilot-demo-") as folder:
+    with (
+        user_errors(BenchError, ControlError, BackendError),
+        tempfile.TemporaryDirectory(prefix="kvpilot-demo-") as folder,
+    ):
         document = run_demo(state or Path(folder), answers=answers)
         write_json(json_file, document)
         print_result(document, Console())
