@@ -166,7 +166,7 @@ def job_documents(toolbox: Toolbox, tokens: int, wanted: int) -> list[str]:
         if len(documents) == wanted:
             break
         text = toolbox.run(_read(f"lib/{name}"), tokens)
-        if len(text) > 2 * tokens:
+        if toolbox.tokens(text) > 0.9 * tokens:
             documents.append(f"{name}\n{text}")
     return documents
 

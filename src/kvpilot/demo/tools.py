@@ -123,6 +123,9 @@ class Toolbox:
             output = f"{type(error).__name__}: {error}"
         return self._texts.clip(output, tokens)
 
+    def tokens(self, text: str) -> int:
+        return self._texts.count(text)
+
     def _path(self, path: str) -> Path:
         root, _, rest = path.partition("/")
         if root not in self._roots or ".." in rest.split("/"):
