@@ -27,6 +27,8 @@ class MemoryLayer:
         self.held: dict[tuple[Space, bytes], set[Tier]] = {}
         self.locked: set[bytes] = set()
         self.dead = False
+        self.host_room = 1000
+        """Chunks host memory takes before a prefetch leaves the rest out."""
         self.drops: list[tuple[tuple[bytes, ...], frozenset[Tier]]] = []
         self._hasher = ChunkHasher(chunk_size)
 
@@ -68,7 +70,8 @@ class MemoryLayer:
         found = 0
         for chunk in hashes:
             tiers = self.tiers(space, chunk)
-            if tiers:
+            held = sum(Tier.HOST in other for other in self.held.values())
+            if Tier.HOST in tiers or (tiers and held < self.host_room):
                 tiers.add(Tier.HOST)
                 found += 1
         return PrefetchResult(found, len(hashes), 0.001)

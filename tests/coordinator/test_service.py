@@ -222,6 +222,48 @@ async def test_passive_mode_maps_but_touches_nothing() -> None:
     assert all(world.held(a)) and not world.layer.drops
 
 
+async def test_what_ended_while_kvpilot_was_passive_holds_nothing_later() -> None:
+    world = World(mode="passive")
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    world.signal("A", SignalKind.END)
+    world.service.mode = "kvpilot"
+    world.turn(a, "B")
+    await world.settle(world.signal("B", SignalKind.END))
+    assert not any(world.held(a))
+
+
+async def test_chunks_that_came_back_for_a_request_nobody_knows_the_tokens_of_are_left_alone() -> None:
+    world = World(recheck_s=(0.05,))
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.observe()
+    await world.settle(world.signal("A", SignalKind.END))
+    running = world.start(a, "B")
+    world.layer.store(Space("m"), text_tokens(a))
+    watching = asyncio.create_task(world.service.executor.watch_loop())
+    await asyncio.sleep(0.3)
+    assert all(world.held(a))
+    world.finish(running, a)
+    await asyncio.sleep(0.1)
+    watching.cancel()
+    assert all(world.held(a)), "now they are referenced"
+
+
+async def test_a_prefetch_waits_for_room_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "ROOM_WAIT_S", 2.0)
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.settle(world.signal("A", SignalKind.SUSPEND))
+    world.layer.host_room = 2
+    (record,) = world.signal("A", SignalKind.RESUME)
+    await asyncio.sleep(0.1)
+    world.layer.host_room = 1000
+    (record,) = await world.settle([record])
+    assert (record.status, record.confirmed) == (OutcomeStatus.DONE, len(world.chunks(a)))
+
+
 async def test_tenants_do_not_reach_each_others_sessions() -> None:
     world = World()
     a = [SYSTEM, user(words("a", 20))]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpilot.backends.base import Backend, BackendError, DropResult, NotReady
+from kvpilot.backends.base import Backend, BackendError, DropResult, NotReady, PrefetchResult
 from kvpilot.coordinator.actions import ActionLog, Work
 from kvpilot.domain import OutcomeStatus, Space, Tier, TokenArray
 from kvpilot.ingest.residency import Residency
@@ -28,7 +28,10 @@ CONFIRM_STEP_S = 0.25
 STORE_WAIT_S = 5.0
 """How long a demotion waits for an asynchronous store to reach the tier below."""
 PREFETCH_TIMEOUT_S = 60.0
+ROOM_WAIT_S = 8.0
+"""How long a prefetch goes on trying when host memory has no room: LMCache makes some once a second."""
 RETRY_S = 5.0
+POSTPONE_S = 1.0
 RETRY_FOR_S = 900.0
 MAX_PARALLEL = 4
 REACHED = (Tier.HOST, Tier.DISK)
@@ -54,7 +57,8 @@ class ExecutorStats:
 
 
 class Executor:
-    """``on_change`` is called when tiers changed, so that the residency view is refreshed soon."""
+    """``on_change`` is called when tiers changed, so that the residency view is refreshed soon. ``unmapped``
+    tells whether a request runs whose chunks nobody holds yet: chunks that came back may be its own."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Executor:
         actions: ActionLog,
         recheck_s: Sequence[float],
         on_change: Callable[[], None],
+        unmapped: Callable[[Space], bool] = lambda space: False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
@@ -72,6 +77,7 @@ class Executor:
         self._actions = actions
         self._recheck_s = tuple(recheck_s)
         self._on_change = on_change
+        self._unmapped = unmapped
         self._clock = clock
         self._slots = asyncio.Semaphore(MAX_PARALLEL)
         self._watches: list[Watch] = []
@@ -208,12 +214,9 @@ class Executor:
 
     async def prefetch(self, action_id: str, work: Work, tokens: TokenArray) -> None:
         """Bring the context's leading ``len(work.chunks)`` chunks into host memory; done when they are there."""
-        wanted = len(work.chunks)
         try:
             async with self._slots:
-                result = await self._backend.prefetch(
-                    work.space, tokens[: wanted * self._backend.chunk_size], timeout_s=PREFETCH_TIMEOUT_S
-                )
+                result = await self._load(work, tokens[: len(work.chunks) * self._backend.chunk_size])
         except NotReady as error:
             self._count(error)
             self._close(action_id, OutcomeStatus.REJECTED, reason=str(error))
@@ -227,9 +230,23 @@ class Executor:
         if result.complete:
             self._residency.observe_tier(work.space, work.chunks, Tier.HOST, True, self._clock())
         status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED
-        reason = "" if result.complete else f"{result.total - result.found} chunks are in no tier"
+        reason = (
+            "" if result.complete else f"{result.total - result.found} chunks are nowhere, or found no room"
+        )
         tiers = {Tier.HOST.value: result.found}
         self._close(action_id, status, confirmed=result.found, reason=reason, tiers=tiers)
+
+    async def _load(self, work: Work, tokens: TokenArray) -> PrefetchResult:
+        """Prefetch, again while chunks that lie on disk found no room in host memory."""
+        deadline = time.monotonic() + ROOM_WAIT_S
+        while True:
+            result = await self._backend.prefetch(work.space, tokens, timeout_s=PREFETCH_TIMEOUT_S)
+            if result.complete or time.monotonic() > deadline:
+                return result
+            placed = await self._locate(work.space, work.chunks)
+            if not any(Tier.DISK in tiers and Tier.HOST not in tiers for tiers in placed):
+                return result
+            await asyncio.sleep(2 * CONFIRM_STEP_S)
 
     # ------------------------------------------------------------ looking again
 
@@ -245,6 +262,9 @@ class Executor:
             await asyncio.sleep(CONFIRM_STEP_S)
             now = time.monotonic()
             for watch in [w for w in self._watches if w.times[0] <= now]:
+                if self._unmapped(watch.space) and now < watch.give_up:
+                    watch.times[0] = now + POSTPONE_S
+                    continue
                 self._watches.remove(watch)
                 if await self._look_again(watch):
                     watch.times.pop(0)

@@ -208,6 +208,15 @@ class Mapper:
                 started = pending.started
                 self.book.finish(started.session, started.thread, tools=(), asked=False, now=self._clock())
 
+    def unmapped(self, space: Space) -> bool:
+        """Whether a request runs whose context nobody holds a reference to yet: its tokens are not known."""
+        return any(
+            pending.prompt is None
+            and pending.started.change is not Change.CONTINUED
+            and pending.started.thread.space == space
+            for pending in self._pending.values()
+        )
+
     def forecast(self, session: Session, now: float) -> Forecast | None:
         """Time to the session's next request; None while it runs or after its end."""
         if session.state in (SessionState.RUNNING, SessionState.ENDED):

@@ -88,7 +88,14 @@ class CoordinatorService:
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of)
         self.actions = ActionLog()
         self.executor = Executor(
-            backend, residency, self.references, self.actions, settings.recheck_s, nudge, clock
+            backend,
+            residency,
+            self.references,
+            self.actions,
+            settings.recheck_s,
+            nudge,
+            unmapped=self.mapper.unmapped,
+            clock=clock,
         )
         self.tasks = ActionTasks()
         self.on_session: Callable[[Session], None] = lambda session: None
@@ -172,6 +179,8 @@ class CoordinatorService:
         self, kind: ActionKind, tenant: str, session: str | None, source: str, target: Target
     ) -> list[ActionRecord]:
         if self.mode != "kvpilot":
+            if kind is ActionKind.EVICT and target.whole:
+                self._let_go(target.threads)
             reason = "passive mode: kvpilot observes only"
             return [self._final(kind, tenant, session, source, OutcomeStatus.REJECTED, reason)]
         if kind is ActionKind.EVICT:
@@ -229,6 +238,12 @@ class CoordinatorService:
                 ActionKind.EVICT, record.tenant, record.session, record.source, len(work.chunks), work=work
             )
             await self.executor.evict(more.id, work)
+
+    def _let_go(self, threads: Iterable[Thread]) -> None:
+        """What has ended holds nothing, also where nothing is done about it."""
+        for thread in threads:
+            if thread.owner in self.references and not thread.in_flight:
+                self.references.drop(thread.owner)
 
     def _give_up(self, thread: Thread, cut: int | None, asked: dict[bytes, None]) -> tuple[bytes, ...]:
         """Take the thread's reference away, or, for a range edit, back to where the range began."""

@@ -106,7 +106,10 @@ def plan(snapshot: Snapshot, settings: PlanSettings) -> list[Decision]:
     if snapshot.host_capacity_bytes <= 0 or snapshot.chunk_bytes <= 0:
         return []
     prefetches = _due_prefetches(snapshot, settings)
-    wanted = sum(d.chunks for d in prefetches if d.at <= snapshot.now)
+    under_way = (
+        v.loadable for v in snapshot.threads if v.busy and v.expected_at is not None and not v.in_flight
+    )
+    wanted = sum(d.chunks for d in prefetches if d.at <= snapshot.now) + sum(under_way)
     return [*_demotions(snapshot, settings, wanted), *prefetches]
 
 
