@@ -7,8 +7,9 @@ import hashlib
 import numpy as np
 
 from kvpilot.backends.base import Placement
+from kvpilot.context.chunks import short_hash
 from kvpilot.domain import Space, Tier, TierUsage
-from kvpilot.ingest.residency import Residency, short_hash
+from kvpilot.ingest.residency import Residency
 
 SPACE, OTHER = Space("m"), Space("m", "tenant-b")
 BOTH, DISK, HOST, NONE = (

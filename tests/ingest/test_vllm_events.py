@@ -15,8 +15,9 @@ import zmq
 import zmq.asyncio
 
 from kvpilot.backends.base import Placement
+from kvpilot.context.chunks import short_hash
 from kvpilot.domain import Space, Tier
-from kvpilot.ingest.residency import Residency, short_hash
+from kvpilot.ingest.residency import Residency
 from kvpilot.ingest.vllm_events import KvEventSubscriber
 
 BLOCK = 4

@@ -52,8 +52,6 @@ class Watch:
 class ExecutorStats:
     late_stores_removed: int = 0
     backend_errors: Counter[str] = field(default_factory=Counter)
-    prefetch_seconds: float = 0.0
-    prefetched_chunks: int = 0
 
 
 class Executor:
@@ -225,8 +223,6 @@ class Executor:
             self._failed(action_id, error)
             return
         self._on_change()
-        self.stats.prefetch_seconds += result.seconds
-        self.stats.prefetched_chunks += result.found
         if result.complete:
             self._residency.observe_tier(work.space, work.chunks, Tier.HOST, True, self._clock())
         status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED

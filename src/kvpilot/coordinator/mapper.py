@@ -237,7 +237,6 @@ class Mapper:
             released = self.references.drop(thread.owner)
         else:
             released = self.references.set(thread.owner, thread.space, tokens)
-            thread.tokens = len(tokens)
         assert pending.prompt is not None
         return Mapped(
             session=started.session,

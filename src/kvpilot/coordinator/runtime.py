@@ -107,7 +107,6 @@ class Runtime:
             for thread, tokens in threads:
                 if tokens is not None:
                     service.references.set(thread.owner, thread.space, tokens)
-                    thread.tokens = len(tokens)
             service.book.restore(session, [thread for thread, _ in threads])
         closed, pending = store.load_actions()
         for record in closed:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from kvpilot.backends.base import Placement
+from kvpilot.context.chunks import short_hash
 from kvpilot.domain import Space, Tier, TierUsage, TokenArray
 from kvpilot.ingest.device import DevicePool
 
@@ -303,11 +304,6 @@ class Residency:
         for tier, seen in self._seen.get((space, chunk), {}).items():
             mask = mask | _BITS[tier] if seen.present else mask & ~_BITS[tier]
         return mask
-
-
-def short_hash(chunk: bytes) -> int:
-    """The 64 bits by which KV events name a chunk (last 8 bytes, big-endian)."""
-    return int.from_bytes(chunk[-8:], "big")
 
 
 def _mask(tiers: Collection[Tier]) -> int:

@@ -19,7 +19,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from kvpilot.ingest.residency import Residency, short_hash
+from kvpilot.context.chunks import short_hash
+from kvpilot.ingest.residency import Residency
 
 log = logging.getLogger(__name__)
 

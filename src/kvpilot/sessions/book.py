@@ -56,7 +56,6 @@ class Thread:
     """How many leading entries of ``hashes`` are tools and system messages; 0 when there are neither."""
     in_flight: int = 0
     turns: int = 0
-    tokens: int = 0
     last_seen: float = 0.0
     prompt_ends: list[int] = field(default_factory=list)
     """Lengths of ``hashes`` at earlier requests, oldest first."""
@@ -105,8 +104,6 @@ class Started:
     thread: Thread
     change: Change
     pause: Pause | None
-    shared: int
-    """How many leading entries of the hashes the thread knew already."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,7 +193,6 @@ class SessionBook:
             owner = f"{session.tenant}/{session.id}#{self._serial}"
             thread = Thread(owner=owner, session=session.key, space=space)
             session.threads[owner] = self._owners[owner] = thread
-        shared = common_prefix(thread.hashes, hashes)
         pause = self._end_pause(session, now)
         session.state, session.since, session.waiting_for = SessionState.RUNNING, now, ()
         session.expected_at = None
@@ -205,7 +201,7 @@ class SessionBook:
         thread.turns += 1
         thread.in_flight += 1
         self._remember(thread, list(hashes), head, points)
-        return Started(session=session, thread=thread, change=change, pause=pause, shared=shared)
+        return Started(session=session, thread=thread, change=change, pause=pause)
 
     def finish(
         self, session: Session, thread: Thread, *, tools: Sequence[str], asked: bool, now: float
