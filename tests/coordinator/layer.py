@@ -27,6 +27,8 @@ class MemoryLayer:
         self.held: dict[tuple[Space, bytes], set[Tier]] = {}
         self.locked: set[bytes] = set()
         self.dead = False
+        self.listed: dict[tuple[Space, bytes], set[Tier]] | None = None
+        """What the directory shows while it lags behind; None: what is held."""
         self.host_room = 1000
         """Chunks host memory takes before a prefetch leaves the rest out."""
         self.drops: list[tuple[tuple[bytes, ...], frozenset[Tier]]] = []
@@ -62,7 +64,8 @@ class MemoryLayer:
 
     async def locate(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]]:
         self._alive()
-        return [frozenset(self.tiers(space, chunk)) for chunk in chunks]
+        shown = self.held if self.listed is None else self.listed
+        return [frozenset(shown.get((space, chunk), ())) for chunk in chunks]
 
     async def prefetch(self, space: Space, tokens: TokenArray, *, timeout_s: float) -> PrefetchResult:
         self._alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
 
@@ -128,6 +129,40 @@ async def test_what_a_dead_layer_kept_is_evicted_when_it_returns() -> None:
     await asyncio.sleep(0.2)
     watching.cancel()
     assert not any(world.held(a))
+
+
+@pytest.mark.parametrize(
+    "complete", [True, False], ids=["complete directory", "directory that missed things"]
+)
+async def test_an_eviction_is_done_when_the_directory_shows_it(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "CONFIRM_S", 5.0)
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.observe()
+    if not complete:
+        world.residency.directory_missed(world.now - 20, world.now - 10)
+    world.layer.listed = copy.deepcopy(world.layer.held)
+    (record,) = world.signal("A", SignalKind.END)
+    waited = await world.service.actions.wait(record.id, 0.2)
+    assert waited is not None and waited.open
+    assert not any(world.held(a))
+    world.layer.listed = None
+    (record,) = await world.settle([record])
+    assert (record.status, record.confirmed) == (OutcomeStatus.DONE, len(world.chunks(a)))
+
+
+async def test_what_a_directory_that_missed_things_lists_for_ever_is_gone_when_the_layer_says_so() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    await world.observe()
+    world.residency.directory_missed(world.now - 20, world.now - 10)
+    world.layer.listed = copy.deepcopy(world.layer.held)
+    (record,) = await world.settle(world.signal("A", SignalKind.END))
+    assert (record.status, record.confirmed) == (OutcomeStatus.DONE, len(world.chunks(a)))
 
 
 async def test_eviction_waits_for_the_running_request_and_takes_its_reply_along() -> None:

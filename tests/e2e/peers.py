@@ -90,4 +90,5 @@ def eventually(ask: Callable[[], Any], within_s: float = 30.0) -> Any:
 
 
 def words(tag: str, n: int) -> str:
-    return " ".join(f"{tag}{i % 97}" for i in range(n))
+    """A text of ``9 n`` tokens (whatever the tag: random letters differ in tokens) that no other tag shares."""
+    return f"{tag}: " + ", ".join(f"entry {i % 97:02d} of the list stays" for i in range(n))

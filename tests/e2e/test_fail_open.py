@@ -95,7 +95,7 @@ def test_killing_lmcache_under_eight_sessions_fails_no_request_and_hits_return(s
     def hits() -> bool:
         # Other contexts push this one out of the device pool, so that a hit is LMCache's.
         for _ in range(3):
-            chat(stack, [{"role": "user", "content": words(uuid.uuid4().hex[:4], 900)}])
+            chat(stack, [{"role": "user", "content": words(uuid.uuid4().hex[:4], 700)}])
         usage = chat(stack, messages, session)["usage"]
         return bool(usage["prompt_tokens_details"]["cached_tokens"] >= 256 * len(chunks))
 

@@ -148,9 +148,10 @@ def test_down_cleans_up_when_even_the_guard_was_killed(start: Start) -> None:
     process, state = start(engine=False)
     until(lambda: is_ready(state))
     pids, segments = everything(state)
-    os.kill(status_of(state).guard, signal.SIGKILL)
-    # Killed hard as well, so that no handler of theirs tidies up.
-    for pid in status_of(state).processes["engine"].pid, process.pid:
+    status = status_of(state)
+    # Stopped first and killed hard as well, so that nobody tidies up after the others.
+    os.kill(process.pid, signal.SIGSTOP)
+    for pid in status.guard, status.processes["engine"].pid, process.pid:
         os.kill(pid, signal.SIGKILL)
     process.wait()
     assert alive(pids), "the grandchild goes on"

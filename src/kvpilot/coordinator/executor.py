@@ -100,9 +100,9 @@ class Executor:
             self._watch(work.space, dead, retry=True)
             return
         self._watch(work.space, dead, retry=bool(remaining))
-        gone = len(dead) - len(remaining)
+        gone = 0 if remaining is None else len(dead) - len(remaining)
         dropped = Counter(tier.value for tiers in before or () for tier in tiers)
-        if before is None:
+        if remaining is None:
             status, reason = OutcomeStatus.CLIPPED, "deleted, not confirmed: the directory did not answer"
         elif remaining:
             status, reason = OutcomeStatus.CLIPPED, f"{len(remaining)} chunks in use; tried again later"
@@ -121,9 +121,12 @@ class Executor:
         now = self._clock()
         found = await self._backend.locate(space, chunks)
         self._residency.observe(space, chunks, found, now)
-        if all(self._residency.absence_is_certain(tier) for tier in REACHED):
+        if self._directory_knows_all():
             return found
         return [self._residency.tiers(space, chunk) for chunk in chunks]
+
+    def _directory_knows_all(self) -> bool:
+        return all(self._residency.absence_is_certain(tier) for tier in REACHED)
 
     async def _located(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]] | None:
         try:
@@ -132,21 +135,40 @@ class Executor:
             self._count(error)
             return None
 
-    async def _drop_until_gone(self, space: Space, chunks: tuple[bytes, ...]) -> list[bytes]:
-        """Delete, look until the directory agrees, delete once more what is left; returns what still remains."""
+    async def _drop_until_gone(self, space: Space, chunks: tuple[bytes, ...]) -> list[bytes] | None:
+        """Delete, look until the directory agrees, delete once more what is left; returns what still remains,
+        None when the directory did not answer."""
         left: list[bytes] = list(chunks)
         for _ in range(2):
             await self._drop(space, left, REACHED)
-            deadline = time.monotonic() + CONFIRM_S / 2
-            while time.monotonic() < deadline:
-                await asyncio.sleep(CONFIRM_STEP_S)
-                placed = await self._located(space, left)
-                if placed is None:
-                    return []
-                left = [chunk for chunk, tiers in zip(left, placed, strict=True) if tiers]
-                if not left:
-                    return []
+            try:
+                left = await self._wait_gone(space, left, REACHED, CONFIRM_S / 2)
+            except BackendError as error:
+                self._count(error)
+                return None
             left = [c for c, n in zip(left, self._references.holders(space, left), strict=True) if n == 0]
+            if not left:
+                break
+        return left
+
+    async def _wait_gone(
+        self, space: Space, chunks: Sequence[bytes], tiers: Sequence[Tier], within_s: float
+    ) -> list[bytes]:
+        """Wait until the directory shows the chunks in none of ``tiers``; returns those that remain.
+
+        While the directory is known to have missed things it may list for ever what is gone, so in the end
+        what the layer itself reported outweighs it.
+        """
+        deadline = time.monotonic() + within_s
+        left = list(chunks)
+        while left and time.monotonic() < deadline:
+            await asyncio.sleep(CONFIRM_STEP_S)
+            listed = await self._backend.locate(space, left)
+            self._residency.observe(space, left, listed, self._clock())
+            shown = [places | self._residency.tiers(space, c) for c, places in zip(left, listed, strict=True)]
+            left = [c for c, places in zip(left, shown, strict=True) if not places.isdisjoint(tiers)]
+        if left and not self._directory_knows_all():
+            left = [c for c in left if not self._residency.tiers(space, c).isdisjoint(tiers)]
         return left
 
     async def _drop(self, space: Space, chunks: Sequence[bytes], tiers: Sequence[Tier]) -> DropResult:
@@ -169,7 +191,7 @@ class Executor:
                 safe, only_host = await self._confirmed_below(work.space, chunks)
                 if safe:
                     await self._drop(work.space, safe, (Tier.HOST,))
-                left = await self._wait_gone_from_host(work.space, safe)
+                left = len(await self._wait_gone(work.space, safe, (Tier.HOST,), CONFIRM_S))
         except BackendError as error:
             self._failed(action_id, error)
             return
@@ -196,17 +218,6 @@ class Executor:
             if not only_host or time.monotonic() > deadline:
                 return safe, only_host
             await asyncio.sleep(2 * CONFIRM_STEP_S)
-
-    async def _wait_gone_from_host(self, space: Space, chunks: Sequence[bytes]) -> int:
-        if not chunks:
-            return 0
-        deadline = time.monotonic() + CONFIRM_S
-        while True:
-            await asyncio.sleep(CONFIRM_STEP_S)
-            placed = await self._locate(space, chunks)
-            left = sum(Tier.HOST in tiers for tiers in placed)
-            if not left or time.monotonic() > deadline:
-                return left
 
     # ------------------------------------------------------------ prefetch
 
