@@ -1,15 +1,13 @@
 """The vocabulary every room of kvpilot shares. Frozen, slotted, no I/O.
 
-Conventions: times are unix seconds (float) from the clock of the process that observed them; token ids
-travel as little-endian uint32 bytes (``tokens_to_bytes``); a span is half-open ``[start, end)`` in tokens;
-chunk hashes are the cache layer's own (LMCache: 32 bytes of blake3).
+Conventions: times are unix seconds (float) from the clock of the process that observed them; a span is half-open
+``[start, end)`` in tokens; chunk hashes are the cache layer's own (LMCache: 32 bytes of blake3).
 
 Messages between processes (gateway to coordinator) are tagged unions of these structs in MessagePack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -17,16 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.uint32]
-
-
-def tokens_to_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Token ids as little-endian uint32 bytes, the form in which they cross process borders."""
-    return np.asarray(tokens, dtype="<u4").tobytes()
-
-
-def tokens_from_bytes(raw: bytes) -> TokenArray:
-    """Inverse of :func:`tokens_to_bytes` (a read-only view). Raises ValueError on a ragged length."""
-    return np.frombuffer(raw, dtype="<u4")
 
 
 class Struct(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -113,21 +101,26 @@ class RequestStarted(Struct, frozen=True):
 
 
 class PromptKnown(Struct, frozen=True):
-    """The engine told the prompt's tokens (first chunk of a stream, or with the whole reply)."""
+    """A long streamed reply is under way whose engine told the prompt's tokens: a JSON list of ids."""
 
     request_id: str
     at: float
-    tokens: bytes
+    prompt_ids: bytes
 
 
 class RequestFinished(Struct, frozen=True):
-    """A request ended, well or not. ``message`` is the reply's message as JSON (content, tool_calls, …)."""
+    """A request ended, well or not. ``message`` is the reply's message as JSON (content, tool_calls, …).
+
+    ``prompt_ids`` and ``output_ids`` are JSON lists as the engine wrote them, empty when it told none; the
+    prompt's is empty too when a ``PromptKnown`` came before.
+    """
 
     request_id: str
     at: float
     status: int
     first_token_at: float | None = None
-    output_tokens: bytes = b""
+    prompt_ids: bytes = b""
+    output_ids: bytes = b""
     finish_reason: str | None = None
     message: bytes = b""
     prompt_token_count: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvpilot.domain import (
     ActionKind,
     Command,
     OutcomeStatus,
+    PromptKnown,
     SessionRef,
     SessionState,
     SignalKind,
@@ -192,6 +194,22 @@ async def test_a_session_that_goes_on_is_not_evicted_by_an_older_command() -> No
     (record,) = await world.settle([record])
     assert record.status is OutcomeStatus.REJECTED
     assert all(world.held(a))
+
+
+async def test_a_long_reply_frees_what_its_prompt_replaced_before_it_ends() -> None:
+    world = World()
+    old = [SYSTEM, user(words("task", 30))]
+    world.turn(old, "A")
+    new = [SYSTEM, user("summary " + words("sum", 8))]
+    running = world.start(new, "A")
+    ids = json.dumps(text_tokens(new).tolist()).encode()
+    records = world.service.handle(PromptKnown(running, world.now, ids))
+    await world.settle(records)
+    kept = len(set(world.chunks(old)) & set(world.chunks(new)))
+    assert world.held(old) == [True] * kept + [False] * (len(world.chunks(old)) - kept)
+    world.finish(running, new, prompt_told=True)
+    assert all(world.held(new))
+    assert world.service.mapper.stats.mapped == 2
 
 
 async def test_ending_a_parent_ends_its_children() -> None:

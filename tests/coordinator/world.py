@@ -12,7 +12,6 @@ from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
 from kvpilot.domain import (
     ActionRecord,
-    PromptKnown,
     RequestFinished,
     RequestStarted,
     SessionRef,
@@ -20,7 +19,6 @@ from kvpilot.domain import (
     SignalKind,
     Space,
     TokenArray,
-    tokens_to_bytes,
 )
 from kvpilot.ingest.residency import Residency
 from tests.coordinator.layer import MemoryLayer
@@ -84,18 +82,19 @@ class World:
         reply: Message | None = None,
         salt: str = "",
         stored: bool = True,
+        prompt_told: bool = False,
     ) -> list[ActionRecord]:
         tokens = text_tokens(messages)
         if stored:
             self.layer.store(Space("m", salt), tokens)
         message = reply or {"role": "assistant", "content": "ok"}
-        done = self.service.handle(PromptKnown(request_id, self.now, tokens_to_bytes(tokens)))
-        return done + self.service.handle(
+        return self.service.handle(
             RequestFinished(
                 request_id,
                 self.now,
                 200,
-                output_tokens=tokens_to_bytes([7]),
+                prompt_ids=b"" if prompt_told else json.dumps(tokens.tolist()).encode(),
+                output_ids=b"[7]",
                 message=json.dumps(message).encode(),
             )
         )

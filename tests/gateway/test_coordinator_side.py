@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from aiohttp import web
 from openai import AsyncOpenAI
 
 from kvpilot.domain import (
@@ -19,8 +18,8 @@ from kvpilot.domain import (
     SessionRef,
     Signal,
     SignalKind,
-    tokens_from_bytes,
 )
+from kvpilot.gateway import exchange
 from tests.gateway.conftest import OUTPUT_IDS, PROMPT_IDS, FakeCoordinator, Rig, StartRig
 
 CHAT = "/v1/chat/completions"
@@ -43,7 +42,6 @@ async def test_the_story_of_a_request(rig: Rig, stream: bool) -> None:
     await rig.post(CHAT, raw.encode())
     assert rig.coordinator
     (started,) = await rig.coordinator.until(RequestStarted)
-    (prompt,) = await rig.coordinator.until(PromptKnown)
     (finished,) = await rig.coordinator.until(RequestFinished)
     assert started.body == raw.encode()
     assert (started.session, started.tenant, started.salt) == (
@@ -51,9 +49,9 @@ async def test_the_story_of_a_request(rig: Rig, stream: bool) -> None:
         "default",
         "",
     )
-    assert started.request_id == prompt.request_id == finished.request_id
-    assert tokens_from_bytes(prompt.tokens).tolist() == PROMPT_IDS
-    assert tokens_from_bytes(finished.output_tokens).tolist() == ([7, 99, 8, 9] if stream else OUTPUT_IDS)
+    assert started.request_id == finished.request_id
+    assert json.loads(finished.prompt_ids) == PROMPT_IDS
+    assert json.loads(finished.output_ids) == ([7, 99, 8, 9] if stream else OUTPUT_IDS)
     assert json.loads(finished.message) == {"role": "assistant", "content": "Hello there!"}
     assert (finished.status, finished.finish_reason, finished.aborted) == (200, "stop", False)
     assert (finished.prompt_token_count, finished.cached_token_count) == (600, 512)
@@ -61,24 +59,19 @@ async def test_the_story_of_a_request(rig: Rig, stream: bool) -> None:
         assert before <= finished.first_token_at <= finished.at
 
 
-async def test_growing_contexts_are_told_in_full(rig: Rig) -> None:
-    ids = [list(range(n)) for n in (5, 1, 300, 300, 900, 7)]
-    told: list[list[int]] = []
-
-    async def answer(request: Any) -> Any:
-        n = len(told)
-        told.append(ids[n])
-        return web.json_response({"choices": [{"index": 0}], "prompt_token_ids": ids[n]}, dumps=compact)
-
-    def compact(value: Any) -> str:
-        return json.dumps(value, separators=(",", ":"))
-
-    rig.engine.handler = answer
-    for _ in ids:
-        await rig.post(CHAT, BODY)
+async def test_the_prompt_of_a_long_stream_is_told_before_its_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "LONG_REPLY_S", 0.1)
+    rig.engine.chunk_delay = 0.08
+    await rig.post(CHAT, {**BODY, "stream": True})
     assert rig.coordinator
-    events = await rig.coordinator.until(PromptKnown, len(ids))
-    assert [tokens_from_bytes(event.tokens).tolist() for event in events] == ids
+    (prompt,) = await rig.coordinator.until(PromptKnown)
+    (finished,) = await rig.coordinator.until(RequestFinished)
+    assert json.loads(prompt.prompt_ids) == PROMPT_IDS
+    assert finished.prompt_ids == b""
+    assert prompt.at < finished.at
+    assert json.loads(finished.output_ids) == [7, 99, 8, 9]
 
 
 async def test_a_management_request_is_answered_here_and_quickly(rig: Rig) -> None:
@@ -155,7 +148,7 @@ async def test_events_are_bounded_and_counted_when_the_coordinator_is_away(start
         assert (await rig.post(CHAT, BODY))[0] == 200
     link = rig.gateway.link
     assert (link.queued, link.sent) == (4, 0)
-    assert link.shed == 15 - 4
+    assert link.shed == 10 - 4
 
 
 async def test_a_coordinator_that_comes_late_gets_what_was_kept(start: StartRig) -> None:

@@ -7,13 +7,13 @@ import gzip
 import json
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 from yarl import URL
 
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.domain import tokens_from_bytes, tokens_to_bytes
 from tests.gateway.conftest import PROMPT_IDS, Rig, StartRig, stream_events
 
 CHAT = "/v1/chat/completions"
@@ -177,7 +177,7 @@ async def test_the_first_chunk_is_not_held_back(rig: Rig) -> None:
 async def test_chunk_hashes_come_with_the_reply_when_asked_for(rig: Rig) -> None:
     params = {"chunk_hashes": True, "other": 1}
     _, _, text = await rig.post(CHAT, {**BODY, "kv_transfer_params": params})
-    tokens = tokens_from_bytes(tokens_to_bytes([*PROMPT_IDS, 7, 8]))
+    tokens = np.array([*PROMPT_IDS, 7, 8], dtype="<u4")
     expected = [value.hex() for value in ChunkHasher(256).hashes(tokens)]
     assert json.loads(text)["kv_transfer_params"] == {"chunk_hashes": expected}
     assert len(expected) == 2

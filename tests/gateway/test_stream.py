@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.gateway.reply import read_reply
 from kvpilot.gateway.request import TOKEN_IDS, USAGE
 from kvpilot.gateway.stream import StreamReader, join_deltas
-from kvpilot.gateway.tokens import PromptParser, parse_tokens
 from tests.gateway.conftest import stream_events
 
 ASKED = stream_events({"return_token_ids": True, "stream_options": {"include_usage": True}})
@@ -112,36 +110,3 @@ def test_ids_come_out_of_any_layout(prompt: list[int], output: list[int], compac
     expected = {**reply, "prompt_token_ids": None}
     expected["choices"] = [{**reply["choices"][0], "token_ids": None}]  # type: ignore[index, dict-item]
     assert json.loads(read.without_ids) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        (b"[]", []),
-        (b"[1]", [1]),
-        (b"[1, 22,\n333]", [1, 22, 333]),
-        (b"[4294967295]", [4294967295]),
-        (b"[4294967296]", None),
-        (b"[99999999999999999999999]", None),
-        (b"[-1]", None),
-        (b"[1,,2]", None),
-        (b"[1,]", None),
-        (b'["a"]', None),
-        (b"null", None),
-        (b"", None),
-    ],
-)
-def test_token_lists(text: bytes, tokens: list[int] | None) -> None:
-    parsed = parse_tokens(text)
-    assert (None if parsed is None else parsed.tolist()) == tokens
-
-
-@given(st.lists(json_ids, max_size=8), st.booleans())
-def test_remembered_prompts_change_nothing(prompts: list[list[int]], growing: bool) -> None:
-    parser = PromptParser(remember=3)
-    context: list[int] = []
-    for ids in prompts:
-        context = context + ids if growing else ids
-        tokens = parser.parse(json.dumps(context, separators=(",", ":")).encode())
-        assert tokens is not None
-        assert tokens.tolist() == context

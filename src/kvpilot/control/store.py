@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvpilot.coordinator.actions import Work
-from kvpilot.domain import ActionRecord, Segment, SessionState, Space, TokenArray, tokens_from_bytes
+from kvpilot.domain import ActionRecord, Segment, SessionState, Space, TokenArray
 from kvpilot.sessions.book import Session, SessionKey, Thread
 from kvpilot.sessions.references import ReferenceTable
 
@@ -241,4 +242,4 @@ def _thread(session: SessionRow, row: ThreadRow) -> Thread:
 
 
 def _tokens(row: ThreadRow) -> TokenArray | None:
-    return None if row.tokens is None else tokens_from_bytes(zlib.decompress(row.tokens))
+    return None if row.tokens is None else np.frombuffer(zlib.decompress(row.tokens), dtype="<u4")

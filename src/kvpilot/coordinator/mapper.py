@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvpilot.context.messages import message_hashes
+from kvpilot.context.tokens import PromptParser, parse_tokens
 from kvpilot.domain import (
     PromptKnown,
     RequestFinished,
@@ -20,7 +21,6 @@ from kvpilot.domain import (
     Signal,
     Space,
     TokenArray,
-    tokens_from_bytes,
 )
 from kvpilot.forecast import Forecast, GapForecaster
 from kvpilot.sessions.book import Change, Pause, Session, SessionBook, Started, Thread
@@ -139,6 +139,7 @@ class Mapper:
         self._space_of = space_of
         self._clock = clock
         self._pending: dict[str, Pending] = {}
+        self._prompts = PromptParser()
         self.stats = MapperStats()
 
     def on_started(self, event: RequestStarted) -> Started:
@@ -175,8 +176,8 @@ class Mapper:
         if pending is None:
             self.stats.without_request += 1
             return None
-        pending.prompt = tokens_from_bytes(event.tokens)
-        return self._move(pending, pending.prompt, None, b"")
+        self._read_prompt(pending, event.prompt_ids)
+        return None if pending.prompt is None else self._move(pending, pending.prompt, None, b"")
 
     def on_finished(self, event: RequestFinished) -> Mapped | None:
         pending = self._pending.pop(event.request_id, None)
@@ -186,15 +187,21 @@ class Mapper:
         session, thread = pending.started.session, pending.started.thread
         complete = event.status < 400 and not event.aborted
         self.book.finish(session, thread, tools=tool_names(event.message), asked=complete, now=event.at)
+        if event.prompt_ids:
+            self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
             return None
+        output = parse_tokens(event.output_ids)
         # The last sampled token was never fed back: its KV does not exist.
-        output = tokens_from_bytes(event.output_tokens)[:-1]
+        output = pending.prompt[:0] if output is None else output[:-1]
         mapped = self._move(pending, np.concatenate((pending.prompt, output)), output, event.message)
         self.stats.mapped += 1
         if self._clock() - event.at <= 1.0:
             self.stats.mapped_within_1s += 1
         return mapped
+
+    def _read_prompt(self, pending: Pending, ids: bytes) -> None:
+        pending.prompt = self._prompts.parse(ids, pending.started.thread.owner)
 
     def on_signal(self, event: Signal) -> Session | None:
         return self.book.signal(event.tenant, event.session, event.kind, event.eta_s, event.at)

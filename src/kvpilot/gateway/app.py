@@ -32,7 +32,6 @@ from kvpilot.gateway.manage import answer
 from kvpilot.gateway.metrics import Metrics
 from kvpilot.gateway.request import Prepared, prepare, salted
 from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants
-from kvpilot.gateway.tokens import PromptParser
 from kvpilot.gateway.tools import Questions, Tools
 from kvpilot.gateway.upstream import Upstream
 
@@ -55,7 +54,6 @@ class Gateway:
             link=self.link,
             questions=Questions(),
             hasher=ChunkHasher(config.lmcache.chunk_size),
-            prompts=PromptParser(),
         )
         self._metrics = Metrics(self.link)
         self._in_flight = 0

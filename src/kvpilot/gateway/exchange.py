@@ -7,13 +7,12 @@ import time
 
 import numpy as np
 
+from kvpilot.context.tokens import parse_tokens
 from kvpilot.domain import (
     CommandReply,
     PromptKnown,
     RequestFinished,
     RequestStarted,
-    TokenArray,
-    tokens_to_bytes,
 )
 from kvpilot.gateway.asgi import Send, WhileConnected, respond
 from kvpilot.gateway.call import Call
@@ -23,9 +22,11 @@ from kvpilot.gateway.manage import own_headers
 from kvpilot.gateway.reply import Facts, read_reply, with_chunk_hashes
 from kvpilot.gateway.request import TOKEN_IDS, Prepared, prepare
 from kvpilot.gateway.stream import StreamReader
-from kvpilot.gateway.tokens import parse_tokens
 from kvpilot.gateway.tools import Tools
 from kvpilot.gateway.upstream import UpstreamReply
+
+LONG_REPLY_S = 0.5
+"""Seconds of output after which the coordinator is told the prompt without waiting for the end."""
 
 
 class Exchange:
@@ -87,7 +88,6 @@ class Exchange:
     def _finish(self, whole: bool) -> None:
         if not self._started:
             return
-        self._tell_prompt()
         facts = self._facts
         usage = facts.usage
         details = usage.prompt_tokens_details if usage else None
@@ -97,7 +97,8 @@ class Exchange:
                 at=time.time(),
                 status=self._status,
                 first_token_at=self._first_token_at,
-                output_tokens=tokens_to_bytes(self._output_tokens()),
+                prompt_ids=b"" if self._prompt_told else facts.prompt_ids,
+                output_ids=self._output_ids(),
                 finish_reason=facts.finish_reason,
                 message=facts.message,
                 prompt_token_count=usage.prompt_tokens if usage else 0,
@@ -153,11 +154,10 @@ class Exchange:
         try:
             async for data in reply.chunks():
                 out = reader.feed(data)
-                if reader.has_output and self._first_token_at is None:
-                    self._first_token_at = time.time()
+                if reader.has_output:
+                    self._output_seen()
                 if out:
                     await send({"type": "http.response.body", "body": out, "more_body": True})
-                self._tell_prompt()
             connection.release()
             await send({"type": "http.response.body", "body": reader.close()})
         finally:
@@ -171,27 +171,26 @@ class Exchange:
         answered = self._asked.result() if self._asked is not None and self._asked.done() else None
         return own_headers(self._request, answered.actions if answered else ())
 
-    def _tell_prompt(self) -> None:
-        if self._prompt_told or not self._facts.prompt_ids or not self._started:
-            return
-        self._prompt_told = True
-        tokens = self._tools.prompts.parse(self._facts.prompt_ids)
-        if tokens is not None:
-            event = PromptKnown(request_id=self._call.id, at=time.time(), tokens=tokens_to_bytes(tokens))
-            self._tools.link.emit(event)
-
-    def _output_tokens(self) -> TokenArray:
-        lists = [inner for raw in self._facts.output_ids if (inner := raw[1:-1])]
-        tokens = parse_tokens(b"[" + b",".join(lists) + b"]")
-        return np.empty(0, dtype="<u4") if tokens is None else tokens
+    def _output_seen(self) -> None:
+        """Note when output began; a reply that takes long has its prompt mapped before its end."""
+        now = time.time()
+        if self._first_token_at is None:
+            self._first_token_at = now
+        elif not self._prompt_told and self._facts.prompt_ids and now - self._first_token_at > LONG_REPLY_S:
+            self._prompt_told = True
+            self._tools.link.emit(PromptKnown(self._call.id, now, self._facts.prompt_ids))
 
     def _chunk_hashes(self) -> list[str]:
         """Hex hashes of the full chunks whose KV exists: all but the last sampled token was computed."""
-        prompt = self._tools.prompts.parse(self._facts.prompt_ids)
+        prompt = parse_tokens(self._facts.prompt_ids)
         if prompt is None:
             return []
-        tokens = np.concatenate((prompt, self._output_tokens()[:-1]))
+        output = parse_tokens(self._output_ids())
+        tokens = prompt if output is None else np.concatenate((prompt, output[:-1]))
         return [value.hex() for value in self._tools.hasher.hashes(tokens)]
+
+    def _output_ids(self) -> bytes:
+        return b"[" + b",".join(ids[1:-1] for ids in self._facts.output_ids if len(ids) > 2) + b"]"
 
 
 async def relay_raw(

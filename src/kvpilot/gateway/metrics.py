@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,12 +16,13 @@ class Metrics:
         self._worker = str(os.getpid())
         prefix = "kvpilot_gateway"
         registry = self._registry
-        self.requests = Counter(
+        requests = Counter(
             f"{prefix}_requests",
             "Requests by path and status",
             ("worker", "path", "status"),
             registry=registry,
         )
+        self._requests = cache(lambda path, status: requests.labels(self._worker, path, status))
         self.aborted = self._counter(f"{prefix}_aborted", "Requests whose client went away")
         self.managed = self._counter(f"{prefix}_managed", "Management requests answered here")
         self.hints_dropped = self._counter(f"{prefix}_hints_dropped", "Malformed hints")
@@ -40,7 +42,7 @@ class Metrics:
         self._queued.set_function(lambda: link.queued)
 
     def count(self, path: str, status: int) -> None:
-        self.requests.labels(self._worker, path, status).inc()
+        self._requests(path, status).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

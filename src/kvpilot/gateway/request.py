@@ -57,7 +57,7 @@ def prepare(
     stream = _is(fields.get("stream"), b"true")
     added = _apply_questions(changed, ask, stream)
     return Prepared(
-        body=raw if changed == fields else msgspec.json.encode(changed),
+        body=_with_changes(raw, fields, changed),
         hints=read_hints(HintRequest(fields, headers, tenant, salt, raw)),
         salt=salt,
         model=_text(fields.get("model")),
@@ -75,6 +75,16 @@ def salted(raw: bytes, tenant: str) -> bytes:
         raise not_an_object() from None
     _apply_salt(fields, tenant)
     return msgspec.json.encode(fields)
+
+
+def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> bytes:
+    """``raw`` as it is, with what is new spliced in at its end, or written anew when more than that changed."""
+    new = {name: value for name, value in changed.items() if fields.get(name) is not value}
+    if not new and len(changed) == len(fields):
+        return raw
+    if not fields or len(changed) != len(fields) + len(new):
+        return msgspec.json.encode(changed)
+    return b"".join((raw[: raw.rindex(b"}")], b",", msgspec.json.encode(new)[1:]))
 
 
 def _apply_salt(fields: Fields, tenant: str) -> str:

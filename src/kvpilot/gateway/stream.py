@@ -14,11 +14,11 @@ from kvpilot.gateway.request import TOKEN_IDS, USAGE
 _END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 """A blank line. A carriage return at the very end of what has arrived may still become a CRLF: not yet one."""
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
-_USUAL = re.compile(
-    rb'data: \{"id":"[^\[{]*"choices":\[\{"index":0,"delta":(\{"[^\n\r]+\}),'
-    rb'"logprobs":null,"finish_reason":null,"token_ids":(\[[0-9,]+\])\}\]\}\n\n'
-)
-"""A chunk as vLLM writes it in the middle of a chat: its delta and its token ids."""
+_USUAL_HEAD = re.compile(rb'data: \{"id":"[^\[{]*"choices":\[\{"index":0,"delta":')
+_USUAL_MIDDLE = b'},"logprobs":null,"finish_reason":null,'
+_USUAL_IDS = b'"token_ids":['
+_USUAL_END = b"]}]}\n\n"
+"""A chunk as vLLM writes it in the middle of a chat: head, delta, middle, ids, end."""
 _USUAL_BYTES = 4096
 _EMPTY_DELTAS = (b"", b"{}")
 
@@ -31,6 +31,8 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are complete now."""
+        if not self._parts and len(data) < _USUAL_BYTES and data.endswith(b"\n\n") and b"\r" not in data:
+            return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
         if b"\n" not in data and b"\r" not in data and not (self._parts and self._parts[-1][-1:] in b"\r\n"):
             # In the middle of a long event (the prompt's ids come as one).
             self._parts.append(data)
@@ -89,6 +91,8 @@ class StreamReader:
         self._splitter = EventSplitter()
         self._held = b""
         self._held_span = (0, 0)
+        self._head = b""
+        """How the chunks of this reply begin, up to their delta."""
         self._deltas: list[bytes] = []
         self._texts: list[bytes] = []
 
@@ -114,9 +118,7 @@ class StreamReader:
 
     def _event(self, event: bytes, out: list[bytes]) -> None:
         """Read one event and add to ``out`` what goes on now."""
-        usual = _USUAL.fullmatch(event) if len(event) < _USUAL_BYTES else None
-        if usual is not None and b'"token_ids"' not in usual[1]:
-            self._usual_event(event, usual, out)
+        if self._usual_event(event, out):
             return
         spans = data_spans(event)
         read = read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
@@ -146,18 +148,37 @@ class StreamReader:
             return
         out.append(event)
 
-    def _usual_event(self, event: bytes, usual: re.Match[bytes], out: list[bytes]) -> None:
-        """The same for most events of most streams, without decoding them."""
-        delta, ids = usual.groups()
-        self._deltas.append(delta)
-        self.facts.output_ids.append(ids)
+    def _usual_event(self, event: bytes, out: list[bytes]) -> bool:
+        """The same for most events of most streams, without decoding them; False when it is not one of those."""
+        if len(event) > _USUAL_BYTES or not event.endswith(_USUAL_END):
+            return False
+        if not self._head or not event.startswith(self._head):
+            # The head names the reply: it is the same in all of its chunks.
+            match = _USUAL_HEAD.match(event)
+            if match is None:
+                return False
+            self._head = match[0]
+        start = len(self._head)
+        # A quote inside a JSON text is escaped: found first right behind the middle, this is the choice's own key.
+        key = event.find(_USUAL_IDS, start)
+        ids = key + len(_USUAL_IDS) - 1
+        end = len(event) - len(_USUAL_END) + 1
+        delta_end = key - len(_USUAL_MIDDLE) + 1
+        if (
+            key < 0
+            or not event.startswith(_USUAL_MIDDLE, delta_end - 1)
+            or not event.startswith(b'{"', start)
+            or event.find(b"]", ids) != end - 1
+            or end - ids == len(b"[]")
+        ):
+            return False
+        self._deltas.append(event[start:delta_end])
+        self.facts.output_ids.append(event[ids:end])
         self.has_output = True
         if self._held:
             out.append(self._release())
-        if self._hide_ids:
-            start, end = usual.span(2)
-            event = b"".join((event[:start], b"null", event[end:]))
-        out.append(event)
+        out.append(event[:ids] + b"null" + event[end:] if self._hide_ids else event)
+        return True
 
     def _take(self, choice: Choice, ids: bytes) -> None:
         if choice.index != 0:

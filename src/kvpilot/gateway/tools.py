@@ -10,7 +10,6 @@ from kvpilot.config import Config
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.gateway.link import GatewayLink
 from kvpilot.gateway.request import TOKEN_IDS, USAGE
-from kvpilot.gateway.tokens import PromptParser
 from kvpilot.gateway.upstream import Upstream
 
 log = logging.getLogger(__name__)
@@ -45,4 +44,3 @@ class Tools:
     link: GatewayLink
     questions: Questions
     hasher: ChunkHasher
-    prompts: PromptParser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable
 from types import TracebackType
 
 from kvpilot.config import Config
@@ -13,13 +13,16 @@ _FAILURES = (ConnectFailed, Disconnected, ReadTimeout)
 
 
 class UpstreamReply:
-    """A reply whose body is still to be read; use as ``async with``, leaving early cancels it at the engine."""
+    """A reply whose body is still to be read; use as ``async with``, leaving early cancels it at the engine and
+    what fails inside is raised as GatewayError."""
 
     def __init__(self, response: Response, upstream: Upstream) -> None:
         self._response = response
         self._upstream = upstream
         self.status = response.status
         self.headers = response.headers
+        self.chunks = response.chunks
+        self.read = response.read
 
     @property
     def is_stream(self) -> bool:
@@ -40,20 +43,7 @@ class UpstreamReply:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._response.__aexit__(kind, error, trace)
-
-    async def read(self) -> bytes:
-        """The whole body. Raises GatewayError."""
-        try:
-            return await self._response.read()
-        except _FAILURES as error:
-            raise self._upstream.translate(error) from None
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises GatewayError."""
-        try:
-            async for chunk in self._response.chunks():
-                yield chunk
-        except _FAILURES as error:
+        if isinstance(error, _FAILURES):
             raise self._upstream.translate(error) from None
 
 
