@@ -84,6 +84,23 @@ def test_a_message_is_put_together_from_its_deltas() -> None:
     }
 
 
+@given(
+    st.lists(st.text(), min_size=1),
+    st.sampled_from([{}, {"content": ""}, {"content": None}, {"refusal": "no"}]),
+)
+def test_a_text_of_many_pieces_is_put_together_exactly(
+    pieces: list[str], last: dict[str, str | None]
+) -> None:
+    deltas = [{"role": "assistant", "content": ""}, *({"content": piece} for piece in pieces), last]
+    reader = StreamReader(frozenset({TOKEN_IDS}))
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [1]}
+        chunk = json.dumps({"id": "c", "choices": [choice]}, separators=(",", ":"))
+        reader.feed(f"data: {chunk}\n\n".encode())
+    refusal = {"refusal": "no"} if "refusal" in last else {}
+    assert json.loads(reader.message()) == {"role": "assistant", "content": "".join(pieces), **refusal}
+
+
 def test_completions_stream_their_text() -> None:
     reader = StreamReader(frozenset())
     for text in ("one", " \\n", "two"):

@@ -23,7 +23,7 @@ def main() -> None:
         link.make_runtime_dir(config)
         socket.bind(link.event_endpoint(config))
         while True:
-            socket.recv()
+            socket.recv(copy=False)
 
 
 if __name__ == "__main__":

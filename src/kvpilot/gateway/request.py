@@ -84,7 +84,7 @@ def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> bytes:
         return raw
     if not fields or len(changed) != len(fields) + len(new):
         return msgspec.json.encode(changed)
-    return b"".join((raw[: raw.rindex(b"}")], b",", msgspec.json.encode(new)[1:]))
+    return b"".join((memoryview(raw)[: raw.rindex(b"}")], b",", msgspec.json.encode(new)[1:]))
 
 
 def _apply_salt(fields: Fields, tenant: str) -> str:

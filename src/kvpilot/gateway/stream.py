@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,16 @@ _USUAL_END = b"]}]}\n\n"
 """A chunk as vLLM writes it in the middle of a chat: head, delta, middle, ids, end."""
 _USUAL_BYTES = 4096
 _EMPTY_DELTAS = (b"", b"{}")
+
+
+class PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
+    """What most deltas are: a piece of an assistant's text."""
+
+    content: str = ""
+    role: Literal["assistant"] = "assistant"
+
+
+_PLAIN_DELTAS = msgspec.json.Decoder(list[PlainDelta])
 
 
 class EventSplitter:
@@ -114,7 +124,13 @@ class StreamReader:
         if self._texts:
             text = "".join(msgspec.json.decode(piece, type=str) for piece in self._texts)
             return text_message(msgspec.json.encode(text))
-        return msgspec.json.encode(join_deltas(self._deltas)) if self._deltas else b""
+        if not self._deltas:
+            return b""
+        try:
+            plain = _PLAIN_DELTAS.decode(b"[%b]" % b",".join(self._deltas))
+        except (ValueError, RecursionError):
+            return msgspec.json.encode(join_deltas(self._deltas))
+        return text_message(msgspec.json.encode("".join(delta.content for delta in plain)))
 
     def _event(self, event: bytes, out: list[bytes]) -> None:
         """Read one event and add to ``out`` what goes on now."""
