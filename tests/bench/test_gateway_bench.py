@@ -21,9 +21,10 @@ def test_the_gateway_alone_is_compared_with_no_gateway() -> None:
     assert set(rows) == {(t, s, c) for t in ("direct", "kvpilot") for s in (False, True) for c in (1, 16)}
     assert all(row["failed"] == 0 and row["per_second"] > 1 for row in rows.values())
     assert document["events"]["sent"] > 0
-    growth = document["growing_sessions"]
-    assert growth["requests"] > 0
-    assert growth["mapped"] > 0
+    for growth in document["growing_sessions"]:
+        assert growth["requests"] > 0
+        assert growth["mapped"] > 0
+    assert [growth["think_s"] for growth in document["growing_sessions"]] == [0.2, 0.0]
     assert {check["what"] for check in document["checks"]} == {
         "added p50 ms, 1 connection",
         "added p99 ms, 1 connection",

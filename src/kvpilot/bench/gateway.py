@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpilot.bench import rivals
-from kvpilot.bench.growing import Growth, growing_sessions
+from kvpilot.bench.growing import THINK_S, Growth, growing_sessions
 from kvpilot.bench.load import generator_name, measure, request_body
 from kvpilot.bench.processes import free_port, kvpilot_gateway, mock_engine, process, until_chatting
 
@@ -59,13 +59,19 @@ def run_bench(options: GatewayBenchOptions, progress: Progress = lambda _: None)
         progress(f"installing {rival.requirement} (only the first time)")
         binaries[rival.name] = rivals.install(rival, cache)
     results: list[dict[str, Any]] = []
-    growth: Growth | str = "skipped: switched off"
+    growth: list[Growth | str] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpilot-bench-")))
         engine_url = stack.enter_context(mock_engine())
         if options.coordinator:
-            progress("growing sessions, with the coordinator beside the gateway")
-            growth = growing_sessions(engine_url, options.workers, options.coordinator_seconds, folder)
+            for think_s in THINK_S:
+                progress(
+                    f"growing sessions that pause {think_s:g} s, with the coordinator beside the gateway"
+                )
+                own = folder / f"pause-{think_s:g}"
+                own.mkdir()
+                seconds = options.coordinator_seconds
+                growth.append(growing_sessions(engine_url, options.workers, seconds, own, think_s))
         gateway = stack.enter_context(kvpilot_gateway(folder, engine_url, options.workers))
         sink = [sys.executable, "-m", "kvpilot.bench.event_sink", str(gateway.config_file)]
         stack.enter_context(process(sink))
@@ -99,7 +105,10 @@ def measure_all(urls: dict[str, str], options: GatewayBenchOptions, *, reverse: 
 
 
 def report(
-    options: GatewayBenchOptions, results: list[dict[str, Any]], events: dict[str, int], growth: Growth | str
+    options: GatewayBenchOptions,
+    results: list[dict[str, Any]],
+    events: dict[str, int],
+    growth: list[Growth | str],
 ) -> dict[str, Any]:
     """The document: ``rows`` (median over rounds per target and variant), ``checks`` against the targets."""
     rows = [_median_row(group) for group in _groups(results)]
@@ -120,7 +129,7 @@ def report(
         "rows": rows,
         "checks": _checks(by_key),
         "events": events,
-        "growing_sessions": asdict(growth) if isinstance(growth, Growth) else {"skipped": growth},
+        "growing_sessions": [asdict(one) if isinstance(one, Growth) else {"skipped": one} for one in growth],
     }
 
 
@@ -192,12 +201,12 @@ def print_table(document: dict[str, Any], console: Console) -> None:
         console.print(f"{verdict}: {check['what']} ({kind}) = {check['value']}, target {check['target']}")
     events = document["events"]
     console.print(f"events: {events['sent']} taken by a consumer, {events['shed']} shed")
-    growth = document["growing_sessions"]
-    if "skipped" in growth:
-        console.print(f"growing sessions: {growth['skipped']}")
-    else:
+    for growth in document["growing_sessions"]:
+        if "skipped" in growth:
+            console.print(f"growing sessions: {growth['skipped']}")
+            continue
         console.print(
-            f"growing sessions with the coordinator: {growth['requests']} requests at "
-            f"{growth['per_second']:.0f}/s, {growth['mapped_within_1s_share']:.1%} mapped within 1 s, "
+            f"growing sessions that pause {growth['think_s']:g} s, with the coordinator: {growth['requests']} requests "
+            f"at {growth['per_second']:.0f}/s, {growth['mapped_within_1s_share']:.1%} mapped within 1 s, "
             f"{growth['events_shed']} events shed, {growth['mapped']} mapped in all"
         )

@@ -126,7 +126,7 @@ class CoordinatorService:
         self.on_session(mapped.session)
         if mapped.thread.owner in self.references:
             # So that the cache layer's events, which name chunks in short, are understood at once.
-            self.residency.learn(mapped.thread.space, self.references.chunks(mapped.thread.owner))
+            self.residency.learn_context(mapped.thread.space, self.references.chunks(mapped.thread.owner))
         dead = list(reversed(mapped.released.chunks))
         thread = mapped.thread
         if thread.leftover:

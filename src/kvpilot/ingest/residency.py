@@ -205,13 +205,13 @@ class Residency:
     def learn(self, space: Space, chunks: Iterable[bytes]) -> None:
         """Chunks that exist somewhere, so that host events (64 bits of the hash) can be matched to them."""
         for chunk in chunks:
-            short = short_hash(chunk)
-            owners = self._by_short_hash.setdefault(short, [])
-            if (space, chunk) not in owners:
-                owners.append((space, chunk))
-                seen = self._unmatched.pop(short, None)
-                if seen is not None and len(owners) == 1:
-                    self._seen.setdefault((space, chunk), {}).setdefault(Tier.HOST, seen)
+            self._learn(space, chunk)
+
+    def learn_context(self, space: Space, chunks: Sequence[bytes]) -> None:
+        """The same for a whole context, head first, of which mostly only the tail is new."""
+        for chunk in reversed(chunks):
+            if not self._learn(space, chunk):
+                return
 
     def host_event(self, short: int, present: bool, now: float) -> bool:
         """An event of the host tier, which names a chunk by 64 bits and says nothing of its salt.
@@ -260,6 +260,18 @@ class Residency:
         return known[1]
 
     # ---------------------------------------------------------------- internals
+
+    def _learn(self, space: Space, chunk: bytes) -> bool:
+        """False when it was known."""
+        short = short_hash(chunk)
+        owners = self._by_short_hash.setdefault(short, [])
+        if (space, chunk) in owners:
+            return False
+        owners.append((space, chunk))
+        seen = self._unmatched.pop(short, None)
+        if seen is not None and len(owners) == 1:
+            self._seen.setdefault((space, chunk), {}).setdefault(Tier.HOST, seen)
+        return True
 
     def _keep_seen(self, holds: Callable[[tuple[Space, bytes], Tier, _Seen], bool]) -> None:
         kept = {}
