@@ -88,6 +88,30 @@ class SessionRef(Struct, frozen=True):
     source: str = "content"
 
 
+class TargetKind(StrEnum):
+    """What a command is about, and what a range counts in."""
+
+    SESSION = "session"
+    MESSAGES = "messages"
+    TOOLS = "tools"
+    TOKENS = "tokens"
+    BLOCKS = "blocks"
+    """Blocks of the engine, each of ``engine.block_size`` tokens."""
+    CHUNKS = "chunks"
+
+
+class Retention(Struct, frozen=True):
+    """A wish to keep a context for ``ttl_s`` seconds: a bias where room is made, never a lock.
+
+    ``up_to`` (None: all of it) counts in ``unit``. ``priority`` ranks contexts of equal prospects, -100…100.
+    """
+
+    ttl_s: float = 0.0
+    up_to: int | None = None
+    unit: TargetKind = TargetKind.MESSAGES
+    priority: int = 0
+
+
 class RequestStarted(Struct, frozen=True):
     """A request was forwarded. ``body`` is its JSON as the client sent it (chat or completions)."""
 
@@ -98,6 +122,7 @@ class RequestStarted(Struct, frozen=True):
     session: SessionRef
     path: str
     body: bytes
+    retention: Retention | None = None
 
 
 class PromptKnown(Struct, frozen=True):
@@ -138,6 +163,10 @@ class SignalKind(StrEnum):
     RESUME = "resume"
     END = "end"
     COMPACTED = "compacted"
+    EXPECTED = "expected"
+    """Only tells when the next request comes (``eta_s``)."""
+    RETAIN = "retain"
+    """Only tells what to keep (``retention``)."""
 
 
 class Signal(Struct, frozen=True):
@@ -148,6 +177,7 @@ class Signal(Struct, frozen=True):
     session: SessionRef
     kind: SignalKind
     eta_s: float | None = None
+    retention: Retention | None = None
 
 
 Event = RequestStarted | PromptKnown | RequestFinished | Signal
@@ -165,18 +195,11 @@ class ActionKind(StrEnum):
     """Drop from every tier what no live session references."""
 
 
-class TargetKind(StrEnum):
-    SESSION = "session"
-    MESSAGES = "messages"
-    TOOLS = "tools"
-    CHUNKS = "chunks"
-
-
 class Command(Struct, frozen=True):
-    """Somebody asks for an action on a session (or on a range of its messages or tools, or on chunks).
+    """Somebody asks for an action on a session (or on a range of its context, or on chunks).
 
-    ``start``/``end`` count messages (or tools), half-open; ``body`` is then the JSON request with the *old*
-    messages and tools the range refers to. ``chunks`` are hex chunk hashes.
+    ``start``/``end`` count messages, tools, tokens or engine blocks, half-open; ``body`` is then the JSON
+    request with the *old* messages and tools the range refers to. ``chunks`` are hex chunk hashes.
     """
 
     kind: ActionKind

@@ -97,7 +97,7 @@ def test_an_edit_beside_an_ordinary_request_does_not_stop_it() -> None:
         {"type": "evict", "target": "messages", "start": 0.0, "end": 3},
         {"type": "evict", "target": "messages"},
         {"type": "evict", "target": "blocks", "start": 0, "end": 1},
-        {"type": "offload", "block_start": 4, "block_end": 9},
+        {"type": "offload", "target": "messages", "block_start": 4, "block_end": 9},
         {"type": "evict", "target": {"a": 1}},
         "evict",
         None,
@@ -130,7 +130,7 @@ def test_edits_need_a_boolean_manage_request(manage: Any) -> None:
 def test_session_control(control: str, kinds: list[ActionKind], signals: list[SignalKind]) -> None:
     hints = read({**IDS, "session_control": {"type": control}}, messages=[])
     assert [c.kind for c in hints.commands] == kinds
-    assert list(hints.signals) == signals
+    assert [(signal.kind, signal.session.id) for signal in hints.signals] == [(kind, "s1") for kind in signals]
     assert hints.manage
 
 

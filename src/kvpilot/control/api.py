@@ -16,7 +16,16 @@ from kvpilot.backends.base import BackendError
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
-from kvpilot.domain import ActionKind, ActionRecord, Command, SessionRef, Signal, SignalKind, TargetKind
+from kvpilot.domain import (
+    ActionKind,
+    ActionRecord,
+    Command,
+    Retention,
+    SessionRef,
+    Signal,
+    SignalKind,
+    TargetKind,
+)
 from kvpilot.sessions.book import Session
 
 PREFIX = "/kvpilot/v1"
@@ -33,6 +42,8 @@ class SignalBody(BaseModel):
     kind: SignalKind
     parent: str | None = None
     eta_s: float | None = Field(default=None, ge=0, description="Expected seconds until the next request.")
+    ttl_s: float | None = Field(default=None, ge=0, le=86_400, description="With retain: seconds to keep it.")
+    priority: int = Field(default=0, ge=-100, le=100, description="With retain: higher is kept longer.")
 
 
 class ActionBody(BaseModel):
@@ -108,6 +119,9 @@ def create_app(
         return found[0]
 
     def signal(session: Session, body: SignalBody) -> list[ActionRecord]:
+        if body.kind is SignalKind.RETAIN and body.ttl_s is None:
+            raise HTTPException(422, "retain needs ttl_s")
+        retention = None if body.ttl_s is None else Retention(ttl_s=body.ttl_s, priority=body.priority)
         return service.handle(
             Signal(
                 at=service.clock(),
@@ -115,6 +129,7 @@ def create_app(
                 session=SessionRef(session.id, body.parent, "api"),
                 kind=body.kind,
                 eta_s=body.eta_s,
+                retention=retention,
             )
         )
 

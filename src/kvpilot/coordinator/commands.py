@@ -45,12 +45,18 @@ class Resolver:
     """Finds what a command is about. Nothing is changed here."""
 
     def __init__(
-        self, book: SessionBook, references: ReferenceTable, hasher: ChunkHasher, segments_of: SegmentsOf
+        self,
+        book: SessionBook,
+        references: ReferenceTable,
+        hasher: ChunkHasher,
+        segments_of: SegmentsOf,
+        block_size: int,
     ):
         self._book = book
         self._references = references
         self._hasher = hasher
         self._segments_of = segments_of
+        self._block_size = block_size
 
     async def resolve(self, command: Command, space: Space) -> Target:
         """Raises Missing with the reason."""
@@ -118,10 +124,24 @@ class Resolver:
         if not threads:
             raise Missing(f"session {session.id!r} holds no context")
         thread = max(threads, key=lambda t: (common_prefix(t.hashes, hashes), t.last_seen))
+        if command.target in (TargetKind.TOKENS, TargetKind.BLOCKS):
+            if len(threads) > 1 and common_prefix(thread.hashes, hashes) < len(thread.hashes):
+                raise Missing("the session has several contexts and the messages do not tell which one")
+            return self._cut(session, thread, *self._counted(thread, command))
         segmented = await self._segments_of(thread)
         if segmented is None:
             raise Missing("the context's message boundaries are not known")
-        start, end = self._span(thread, segmented, body, hashes, command)
+        return self._cut(session, thread, *self._span(thread, segmented, body, hashes, command))
+
+    def _counted(self, thread: Thread, command: Command) -> tuple[int, int]:
+        """A span given in tokens, or in blocks of the engine, the last of which may be part full."""
+        size = self._block_size if command.target is TargetKind.BLOCKS else 1
+        total = self._references.length(thread.owner)
+        if command.end > -(-total // size):
+            raise Missing(f"the range ends behind the context, which has {total} tokens")
+        return command.start * size, min(command.end * size, total)
+
+    def _cut(self, session: Session, thread: Thread, start: int, end: int) -> Target:
         chunks = self._references.chunks(thread.owner)
         # A chunk the range only touches holds content that is gone: no context can use it whole any more.
         touched = self._hasher.touched(start, end)

@@ -154,6 +154,8 @@ class Mapper:
             request_id=event.request_id,
             now=event.at,
         )
+        if event.retention is not None:
+            started.thread.retain(event.retention, event.at)
         if started.pause is not None:
             self._learn(started.session, started.pause)
         self.stats.changes[started.change.value] += 1
@@ -204,7 +206,11 @@ class Mapper:
         pending.prompt = self._prompts.parse(ids, pending.started.thread.owner)
 
     def on_signal(self, event: Signal) -> Session | None:
-        return self.book.signal(event.tenant, event.session, event.kind, event.eta_s, event.at)
+        session = self.book.signal(event.tenant, event.session, event.kind, event.eta_s, event.at)
+        if session is not None and event.retention is not None:
+            for thread in session.threads.values():
+                thread.retain(event.retention, event.at)
+        return session
 
     def expire(self, older_than: float) -> None:
         """Close requests whose end was never told (shed, or a gateway worker died)."""

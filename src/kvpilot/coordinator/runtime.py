@@ -66,6 +66,7 @@ class Runtime:
                 recheck_s=config.coordinator.recheck_s,
                 session_idle_s=config.coordinator.session_idle_s,
                 request_timeout_s=config.gateway.read_timeout_s * 1.5,
+                block_size=config.engine.block_size,
             ),
             nudge=self.poller.nudge,
         )

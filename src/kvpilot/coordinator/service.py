@@ -57,6 +57,8 @@ class ServiceSettings:
     recheck_s: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)
     session_idle_s: float = 86400.0
     request_timeout_s: float = 900.0
+    block_size: int = 64
+    """Tokens in a block of the engine, for ranges given in blocks."""
 
 
 class CoordinatorService:
@@ -85,7 +87,7 @@ class CoordinatorService:
         self.forecaster = GapForecaster()
         self.mapper = Mapper(self.book, self.references, self.forecaster, space_of, clock)
         self.segments = SegmentQueue(segmenter)
-        self.resolver = Resolver(self.book, self.references, hasher, self.segments.of)
+        self.resolver = Resolver(self.book, self.references, hasher, self.segments.of, settings.block_size)
         self.actions = ActionLog()
         self.executor = Executor(
             backend,

@@ -91,6 +91,8 @@ class Reader:
             forecast=service.mapper.forecast(session, now),
             expected_at=session.expected_at,
             busy=recent or service.tasks.busy(thread.owner),
+            kept=thread.keep_until > now,
+            priority=thread.priority,
         )
 
     def _loadable(self, tiers: Sequence[frozenset[Tier]]) -> int:

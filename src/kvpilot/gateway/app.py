@@ -10,7 +10,6 @@ import msgspec
 
 from kvpilot.config import Config
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.domain import Signal
 from kvpilot.gateway.asgi import (
     JSON,
     ClientGone,
@@ -28,9 +27,9 @@ from kvpilot.gateway.errors import GatewayError, not_found, too_busy
 from kvpilot.gateway.exchange import Exchange, relay_raw
 from kvpilot.gateway.headers import request_headers
 from kvpilot.gateway.link import GatewayLink
-from kvpilot.gateway.manage import answer
+from kvpilot.gateway.manage import answer, tell
 from kvpilot.gateway.metrics import Metrics
-from kvpilot.gateway.request import Prepared, prepare, salted
+from kvpilot.gateway.request import prepare, salted
 from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants
 from kvpilot.gateway.tools import Questions, Tools
 from kvpilot.gateway.upstream import Upstream
@@ -135,8 +134,8 @@ class Gateway:
         if request.hints.dropped:
             self._metrics.hints_dropped.inc(len(request.hints.dropped))
             log.info("session %s: dropped %s", request.hints.session.id, "; ".join(request.hints.dropped))
-        self._signal(request, tenant)
         if request.hints.manage:
+            tell(self.link, request.hints.signals)
             self._metrics.managed.inc()
             return await answer(self._tools, request, call, send)
         async with WhileConnected(receive) as connection:
@@ -167,10 +166,6 @@ class Gateway:
 
     def _body(self, call: Call, receive: Receive) -> AsyncIterable[bytes]:
         return body_chunks(receive, call.headers.get("content-length"), self._config.gateway.max_body_mb)
-
-    def _signal(self, request: Prepared, tenant: str) -> None:
-        for kind in request.hints.signals:
-            self.link.emit(Signal(at=time.time(), tenant=tenant, session=request.hints.session, kind=kind))
 
 
 async def _then_watch(body: AsyncIterable[bytes], connection: WhileConnected) -> AsyncIterator[bytes]:

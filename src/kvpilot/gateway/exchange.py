@@ -18,7 +18,7 @@ from kvpilot.gateway.asgi import Send, WhileConnected, respond
 from kvpilot.gateway.call import Call
 from kvpilot.gateway.errors import GatewayError
 from kvpilot.gateway.headers import RawHeaders, header_text, reply_headers, request_headers
-from kvpilot.gateway.manage import own_headers
+from kvpilot.gateway.manage import own_headers, tell
 from kvpilot.gateway.reply import Facts, read_reply, with_chunk_hashes
 from kvpilot.gateway.request import TOKEN_IDS, Prepared, prepare
 from kvpilot.gateway.stream import StreamReader
@@ -82,12 +82,17 @@ class Exchange:
                 session=request.hints.session,
                 path=self._call.path,
                 body=self._raw,
+                retention=request.hints.retention,
             )
         )
 
     def _finish(self, whole: bool) -> None:
-        if not self._started:
-            return
+        if self._started:
+            self._tell_end(whole)
+        # That a session is over, say, holds from the end of its last request on.
+        tell(self._tools.link, self._request.hints.signals)
+
+    def _tell_end(self, whole: bool) -> None:
         facts = self._facts
         usage = facts.usage
         details = usage.prompt_tokens_details if usage else None

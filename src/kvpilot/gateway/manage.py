@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvpilot.domain import ActionRecord
+from kvpilot.domain import ActionRecord, Signal
 from kvpilot.gateway.asgi import JSON, Send, respond
 from kvpilot.gateway.call import Call
 from kvpilot.gateway.headers import header_text
+from kvpilot.gateway.link import GatewayLink
 from kvpilot.gateway.request import Prepared
 from kvpilot.gateway.tools import Tools
 
@@ -41,6 +42,12 @@ async def answer(tools: Tools, request: Prepared, call: Call, send: Send) -> Non
         await respond(send, 200, [(b"content-type", b"text/event-stream"), *headers], as_stream(completion))
     else:
         await respond(send, 200, [JSON, *headers], msgspec.json.encode(completion))
+
+
+def tell(link: GatewayLink, signals: Sequence[Signal]) -> None:
+    """Hand on what the client says its sessions are doing, as of now."""
+    for signal in signals:
+        link.emit(msgspec.structs.replace(signal, at=time.time()))
 
 
 def own_headers(request: Prepared, actions: Sequence[ActionRecord]) -> list[tuple[bytes, bytes]]:

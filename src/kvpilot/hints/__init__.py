@@ -1,6 +1,16 @@
 """Hint dialects: wire JSON and headers in, one vocabulary out. What is malformed is dropped with a reason."""
 
-from kvpilot.hints.registry import DIALECTS, Dialect, read_hints
-from kvpilot.hints.result import HintRequest, Hints, Retention
+from kvpilot.hints.registry import BUILT_IN, Dialect, Registry, read_hints, registry
+from kvpilot.hints.result import ContextEdit, HintRequest, Hints, Retention
 
-__all__ = ["DIALECTS", "Dialect", "HintRequest", "Hints", "Retention", "read_hints"]
+__all__ = [
+    "BUILT_IN",
+    "ContextEdit",
+    "Dialect",
+    "HintRequest",
+    "Hints",
+    "Registry",
+    "Retention",
+    "read_hints",
+    "registry",
+]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kvpilot.domain import SessionRef
+
 MAX_ID = 256
 
 
@@ -18,3 +22,12 @@ def parse_id(value: object, name: str, dropped: list[str]) -> str | None:
     else:
         return text
     return None
+
+
+def read_session(
+    values: Mapping[str, object], source: str, session: str, parent: str | None, dropped: list[str]
+) -> SessionRef:
+    """The session named by key ``session`` (and its parent by key ``parent``) of a hint or of the headers."""
+    own = parse_id(values.get(session), f"{source}.{session}", dropped)
+    other = parse_id(values.get(parent), f"{source}.{parent}", dropped) if parent is not None else None
+    return SessionRef(id=own, parent=other, source=source)

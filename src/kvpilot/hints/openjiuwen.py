@@ -6,17 +6,18 @@ Ids, ``context_management``, ``session_control``, ``cache_control``; also the sh
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
 
-from kvpilot.domain import ActionKind, Command, SessionRef, SignalKind, TargetKind
-from kvpilot.hints.ids import parse_id
+from kvpilot.domain import ActionKind, Command, Signal, SignalKind, TargetKind
+from kvpilot.hints.ids import read_session
 from kvpilot.hints.result import HintRequest, Hints, Retention
+from kvpilot.hints.values import as_number, as_range
 
 FIELD = "agent_hint"
-MAX_BYTES = 64 * 1024
+OWN_WORDS = frozenset(("msg_offset", "target", "start", "end", "session_control", "action", "parent_task_id"))
+"""Words that only this dialect of ``agent_hint`` has."""
 MAX_EDITS = 16
 TTL_DEFAULT_S, TTL_MIN_S, TTL_MAX_S = 300, 60, 3600
 
@@ -30,19 +31,8 @@ _CONTROLS: dict[str, tuple[ActionKind, SignalKind] | None] = {
 }
 
 
-def read(request: HintRequest) -> Hints | None:
-    raw = request.fields.get(FIELD)
-    if raw is None:
-        return None
-    text = bytes(raw)
-    if len(text) > MAX_BYTES:
-        return Hints(dropped=(f"{FIELD}: larger than {MAX_BYTES} bytes",))
-    try:
-        hint = msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        return Hints(dropped=(f"{FIELD}: not valid JSON",))
-    if not isinstance(hint, dict):
-        return Hints(dropped=(f"{FIELD}: not an object",))
+def read(request: HintRequest, hint: dict[str, Any]) -> Hints:
+    """``hint`` is the decoded ``agent_hint``."""
     return _Reader(request, hint).read()
 
 
@@ -53,17 +43,13 @@ class _Reader:
         self.request = request
         self.hint = hint
         self.commands: list[Command] = []
-        self.signals: list[SignalKind] = []
+        self.signals: list[Signal] = []
         self.dropped: list[str] = []
         self.manage = False
 
     def read(self) -> Hints:
         parent_field = "parent_session_id" if "parent_session_id" in self.hint else "parent_task_id"
-        session = SessionRef(
-            id=parse_id(self.hint.get("session_id"), f"{FIELD}.session_id", self.dropped),
-            parent=parse_id(self.hint.get(parent_field), f"{FIELD}.{parent_field}", self.dropped),
-            source="agent_hint",
-        )
+        session = read_session(self.hint, FIELD, "session_id", parent_field, self.dropped)
         self._context_management()
         self._session_control()
         self._action()
@@ -80,19 +66,7 @@ class _Reader:
         self.dropped.append(f"{FIELD}.{what}: {why}")
 
     def _add(self, kind: ActionKind, target: TargetKind, start: int = 0, end: int = 0) -> None:
-        self.commands.append(
-            Command(
-                kind=kind,
-                tenant=self.request.tenant,
-                salt=self.request.salt,
-                session=SessionRef(),
-                target=target,
-                start=start,
-                end=end,
-                body=b"" if target is TargetKind.SESSION else self.request.body,
-                source=FIELD,
-            )
-        )
+        self.commands.append(self.request.command(kind, target, FIELD, start=start, end=end))
 
     def _context_management(self) -> None:
         name = "context_management"
@@ -124,17 +98,17 @@ class _Reader:
         if kind is None:
             return "type is not one of evict, offload, prefetch"
         if "block_start" in edit or "block_end" in edit:
-            return "ranges in blocks are not supported, give messages or tools"
+            return "a range in blocks beside words of openJiuwen: give messages or tools"
         target = edit.get("target", "session")
         if target == "session":
             self._add(kind, TargetKind.SESSION)
             return None
         if target not in ("messages", "tools"):
             return "target is not one of session, messages, tools"
-        start, end = edit.get("start"), edit.get("end")
-        if type(start) is not int or type(end) is not int or not 0 <= start < end < 2**63:
+        span = as_range(edit.get("start"), edit.get("end"))
+        if span is None:
             return "start and end are not a half-open range"
-        self._add(kind, TargetKind(target), start, end)
+        self._add(kind, TargetKind(target), *span)
         return None
 
     def _session_control(self) -> None:
@@ -153,7 +127,7 @@ class _Reader:
             return None
         kind, signal = meaning
         self._add(kind, TargetKind.SESSION)
-        self.signals.append(signal)
+        self.signals.append(self.request.signal(signal))
         self.manage = True
         return None
 
@@ -182,7 +156,7 @@ class _Reader:
         if offset is not None and not (type(offset) is int and 0 <= offset < self._message_count()):
             self._drop(name, "msg_offset does not lie inside messages")
             return None
-        return Retention(ttl_s=_ttl(value.get("ttl")), message_offset=offset)
+        return Retention(ttl_s=_ttl(value.get("ttl")), up_to=offset)
 
     def _message_count(self) -> int:
         try:
@@ -198,6 +172,5 @@ def _lookup(table: dict[str, ActionKind], key: object) -> ActionKind | None:
 
 def _ttl(value: object) -> int:
     """Seconds as MindIE reads them: an integer in 60…3600, 300 when it is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return TTL_DEFAULT_S
-    return min(max(int(value), TTL_MIN_S), TTL_MAX_S)
+    number = as_number(value)
+    return TTL_DEFAULT_S if number is None else int(min(max(number, TTL_MIN_S), TTL_MAX_S))

@@ -1,56 +1,208 @@
-"""All dialects, asked in order of precedence, joined into one :class:`Hints`."""
+"""All dialects, asked in order of precedence, joined into one :class:`Hints`.
+
+When two dialects speak in one request:
+
+* What the body says comes before what headers say; among each the order of :data:`BUILT_IN` decides, plug-ins
+  come after the built-in ones.
+* The session is that of the first dialect that names one. The parent is that of the first dialect that names
+  one and does not name another session: parents of two id schemes are not mixed. One id alone counts for both;
+  a session that is its own parent is a root (``parent`` None).
+* Commands and signals add up. For retention the first dialect with a ttl wins, for its priority the first with
+  one, for context edits the first that has any.
+* Garbage in one dialect never touches what another says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TypeVar
 
 import msgspec
 
-from kvpilot.domain import SessionRef
-from kvpilot.hints import headers, openjiuwen
+from kvpilot.domain import Command, Retention, SessionRef, Signal, SignalKind, TargetKind
+from kvpilot.hints import (
+    agent_hint,
+    agentic_context,
+    anthropic,
+    claude_code,
+    codex,
+    continuum,
+    deepseek,
+    dynamo,
+    engine,
+    evoke,
+    headers,
+    kv_envelope,
+    openai,
+    sglang,
+    thunderagent,
+    verl,
+)
 from kvpilot.hints.result import HintRequest, Hints
 
-Dialect = Callable[[HintRequest], Hints | None]
-"""Reads one dialect; None when the request does not speak it. Never raises on what a client sent."""
+log = logging.getLogger(__name__)
 
-DIALECTS: tuple[Dialect, ...] = (openjiuwen.read, headers.read)
-"""What the body says comes before what headers say."""
+ENTRY_POINTS = "kvpilot.dialects"
+MAX_REASONS = 32
 
 _NOTHING = Hints()
+_Said = TypeVar("_Said", Command, Signal)
 
 
-def read_hints(request: HintRequest, dialects: Sequence[Dialect] = DIALECTS) -> Hints:
-    """Everything the request says about its session. Earlier dialects win, id by id.
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One dialect: where to look for it and how to read it.
 
-    One id alone counts for both; a session that is its own parent is a root (``parent`` None). Commands are
-    bound to the session found; without any session they are dropped.
+    ``read`` is asked only when the body has one of ``fields`` at its top level, or when one of ``headers``
+    (lower case) is there. It returns None when the dialect is not spoken after all, and raises on nothing a
+    client may send.
     """
-    found = [hints for dialect in dialects if (hints := dialect(request)) is not None]
-    if not found:
-        return _NOTHING
+
+    name: str
+    read: Callable[[HintRequest], Hints | None]
+    fields: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+
+
+BUILT_IN: tuple[Dialect, ...] = (
+    Dialect("kv-envelope", kv_envelope.read, fields=kv_envelope.FIELDS),
+    Dialect("agent_hint", agent_hint.read, fields=(agent_hint.FIELD,)),
+    Dialect("sglang", sglang.read, fields=(sglang.FIELD,)),
+    Dialect("agent-infer", agentic_context.read, fields=("vllm_xargs",)),
+    Dialect("verl", verl.read, fields=("kv_transfer_params",)),
+    Dialect("evoke", evoke.read, fields=("kv_transfer_params",)),
+    Dialect("continuum", continuum.read, fields=("job_id",)),
+    Dialect("thunderagent", thunderagent.read, fields=("program_id",)),
+    Dialect("engine", engine.read, fields=("session_id",)),
+    Dialect("dynamo", dynamo.read_body, fields=("nvext",)),
+    Dialect("anthropic", anthropic.read, fields=anthropic.FIELDS),
+    Dialect("openai", openai.read, fields=openai.FIELDS),
+    Dialect("dynamo-headers", dynamo.read_headers, headers=dynamo.HEADERS),
+    Dialect("claude-code", claude_code.read, headers=claude_code.HEADERS),
+    Dialect("codex", codex.read, headers=codex.HEADERS),
+    Dialect("deepseek", deepseek.read, headers=deepseek.HEADERS),
+    Dialect("headers", headers.read, headers=headers.HEADERS),
+)
+"""In order of precedence."""
+
+
+class Registry:
+    """Dialects by the keys they speak through: a dialect that is not there costs a look-up."""
+
+    def __init__(self, dialects: Iterable[Dialect]) -> None:
+        self.dialects = tuple(sorted(dialects, key=lambda dialect: not dialect.fields))
+        self._by_field = _index(dialect.fields for dialect in self.dialects)
+        self._by_header = _index(dialect.headers for dialect in self.dialects)
+        self._broken: set[str] = set()
+
+    def read(self, request: HintRequest) -> Hints:
+        """Everything the request says about its session and its KV; see the module's text for precedence."""
+        ranks = {rank for name in request.fields.keys() & self._by_field for rank in self._by_field[name]}
+        ranks.update(
+            rank for name in request.headers.keys() & self._by_header for rank in self._by_header[name]
+        )
+        found = [hints for rank in sorted(ranks) if (hints := self._ask(self.dialects[rank], request))]
+        return join(found, request) if found else _NOTHING
+
+    def _ask(self, dialect: Dialect, request: HintRequest) -> Hints | None:
+        try:
+            return dialect.read(request)
+        except Exception:
+            # No dialect may fail a user's request, a plug-in's neither.
+            if dialect.name not in self._broken:
+                self._broken.add(dialect.name)
+                log.exception("dialect %s failed; told once", dialect.name)
+            return Hints(dropped=(f"{dialect.name}: could not be read",))
+
+
+def _index(names: Iterable[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
+    index: dict[str, tuple[int, ...]] = {}
+    for rank, keys in enumerate(names):
+        for key in keys:
+            index[key] = (*index.get(key, ()), rank)
+    return index
+
+
+def plug_ins() -> list[Dialect]:
+    """Dialects of other packages (entry points ``kvpilot.dialects``); a broken one is logged and skipped."""
+    found = []
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            dialect = entry.load()
+            if not isinstance(dialect, Dialect):
+                raise TypeError(f"{entry.value} is not a kvpilot.hints.Dialect")
+            found.append(dialect)
+        except Exception:
+            log.exception("dialect %s cannot be loaded and is skipped", entry.name)
+    return found
+
+
+@cache
+def registry() -> Registry:
+    """The built-in dialects and the plug-ins, loaded on first use."""
+    return Registry((*BUILT_IN, *plug_ins()))
+
+
+def read_hints(request: HintRequest) -> Hints:
+    """Everything the request says about its session and its KV. Never raises."""
+    return registry().read(request)
+
+
+def join(found: Sequence[Hints], request: HintRequest) -> Hints:
+    """One result of several dialects', the one with precedence first."""
     session = _join_ids([hints.session for hints in found])
-    commands = [command for hints in found for command in hints.commands]
-    signals = tuple(signal for hints in found for signal in hints.signals)
-    dropped = [reason for hints in found for reason in hints.dropped]
-    if (commands or signals) and session.id is None:
-        dropped.append("edits or session_control without a session id")
-        commands, signals = [], ()
+    retention = _join_retention([hints.retention for hints in found if hints.retention is not None])
+    commands = dict.fromkeys(_bound(command, session) for hints in found for command in hints.commands)
+    signals = dict.fromkeys(_bound(signal, session) for hints in found for signal in hints.signals)
+    said = bool(commands or signals or retention)
+    manage = any(hints.manage for hints in found)
+    # A JSON request without anything to infer from, which says something about KV, can only be about that.
+    manage = manage or (said and bool(request.fields) and not request.has_content)
+    if manage and retention is not None:
+        signals[request.signal(SignalKind.RETAIN, session=session, retention=retention)] = None
+    dropped = dict.fromkeys(reason for hints in found for reason in hints.dropped)
+    homeless = [c for c in commands if c.session.id is None and c.target is not TargetKind.CHUNKS]
+    unheard = [s for s in signals if s.session.id is None]
+    if homeless or unheard:
+        dropped["commands or signals without a session id"] = None
     return Hints(
         session=session,
-        commands=tuple(msgspec.structs.replace(command, session=session) for command in commands),
-        signals=signals,
-        retention=next((hints.retention for hints in found if hints.retention is not None), None),
-        manage=any(hints.manage for hints in found),
-        dropped=tuple(dropped),
+        commands=tuple(command for command in commands if command not in homeless),
+        signals=tuple(signal for signal in signals if signal not in unheard),
+        retention=retention,
+        edits=next((hints.edits for hints in found if hints.edits), ()),
+        warm=any(hints.warm for hints in found),
+        manage=manage,
+        dropped=_bounded(list(dropped)),
     )
+
+
+def _bound(said: _Said, session: SessionRef) -> _Said:
+    return said if said.session.id else msgspec.structs.replace(said, session=session)
 
 
 def _join_ids(refs: Sequence[SessionRef]) -> SessionRef:
     named = next((ref for ref in refs if ref.id is not None), None)
-    parent = next((ref for ref in refs if ref.parent is not None), None)
-    if named is not None:
-        other = parent.parent if parent is not None else None
-        return SessionRef(id=named.id, parent=other if other != named.id else None, source=named.source)
-    if parent is not None:
-        return SessionRef(id=parent.parent, source=parent.source)
-    return SessionRef()
+    if named is None:
+        parent = next((ref for ref in refs if ref.parent is not None), None)
+        return SessionRef(id=parent.parent, source=parent.source) if parent is not None else SessionRef()
+    other = next((ref.parent for ref in refs if ref.parent is not None and ref.id in (None, named.id)), None)
+    return SessionRef(id=named.id, parent=other if other != named.id else None, source=named.source)
+
+
+def _join_retention(wishes: Sequence[Retention]) -> Retention | None:
+    if not wishes:
+        return None
+    first = next((wish for wish in wishes if wish.ttl_s > 0), wishes[0])
+    priority = next((wish.priority for wish in wishes if wish.priority), 0)
+    return first if first.priority == priority else msgspec.structs.replace(first, priority=priority)
+
+
+def _bounded(reasons: list[str]) -> tuple[str, ...]:
+    if len(reasons) > MAX_REASONS:
+        reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
+    return tuple(reasons)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvpilot.domain import Command, SessionRef, SignalKind
+from kvpilot.domain import (
+    ActionKind,
+    Command,
+    Retention,
+    SessionRef,
+    Signal,
+    SignalKind,
+    TargetKind,
+)
+
+__all__ = ["ContextEdit", "HintRequest", "Hints", "Retention"]
 
 _NO_SESSION = SessionRef()
 
@@ -24,34 +35,92 @@ class HintRequest:
     salt: str = ""
     body: bytes = b""
     """The whole body, for commands whose range refers to its messages or tools."""
+    now: float = field(default_factory=time.time)
 
     @property
     def has_content(self) -> bool:
         """Whether there is anything to infer from: a request without it can only be about KV."""
-        values = (self.fields.get(name) for name in ("messages", "prompt"))
+        values = (self.fields.get(name) for name in ("messages", "prompt", "input"))
         return any(value is not None and not _is_empty(value) for value in values)
+
+    def command(
+        self,
+        kind: ActionKind,
+        target: TargetKind,
+        source: str,
+        *,
+        session: SessionRef = _NO_SESSION,
+        start: int = 0,
+        end: int = 0,
+        chunks: tuple[str, ...] = (),
+    ) -> Command:
+        """A command of this request's tenant. Ranges take the body with them: it tells what they count in."""
+        ranged = target not in (TargetKind.SESSION, TargetKind.CHUNKS)
+        return Command(
+            kind=kind,
+            tenant=self.tenant,
+            salt=self.salt,
+            session=session,
+            target=target,
+            start=start,
+            end=end,
+            body=self.body if ranged else b"",
+            chunks=chunks,
+            source=source,
+        )
+
+    def signal(
+        self,
+        kind: SignalKind,
+        *,
+        session: SessionRef = _NO_SESSION,
+        eta_s: float | None = None,
+        retention: Retention | None = None,
+    ) -> Signal:
+        """A signal of this request's tenant."""
+        return Signal(
+            at=self.now, tenant=self.tenant, session=session, kind=kind, eta_s=eta_s, retention=retention
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
-    """A wish to keep the context for ``ttl_s`` seconds, up to ``message_offset`` (None: all of it)."""
+class ContextEdit:
+    """An edit of the context the client asks the server for (Anthropic's ``context_management``).
 
-    ttl_s: int
-    message_offset: int | None = None
+    ``trigger`` and ``keep`` are a unit and a number, like ``("input_tokens", 100000)``; None where not given.
+    """
+
+    kind: str
+    """``clear_tool_uses``, ``clear_thinking`` or ``compact``."""
+    trigger: tuple[str, int] | None = None
+    keep: tuple[str, int] | None = None
+    clear_at_least: int = 0
+    """Input tokens below which clearing is not worth the broken prefix."""
+    exclude_tools: tuple[str, ...] = ()
+    clear_tool_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What was understood. Dialects leave their commands' session to :func:`kvpilot.hints.read_hints`."""
+    """What was understood.
+
+    Commands and signals that a dialect leaves without a session are bound to the request's by
+    :func:`kvpilot.hints.read_hints`.
+    """
 
     session: SessionRef = _NO_SESSION
     commands: tuple[Command, ...] = ()
-    signals: tuple[SignalKind, ...] = ()
+    signals: tuple[Signal, ...] = ()
+    """Of a request that is forwarded, they hold once it has ended."""
     retention: Retention | None = None
+    """Of the context this request has."""
+    edits: tuple[ContextEdit, ...] = ()
+    warm: bool = False
+    """The client only wants its prompt cached: nothing is to be generated."""
     manage: bool = False
     """The request manages KV: answer it at the gateway, never forward it."""
     dropped: tuple[str, ...] = ()
-    """What was malformed, one reason each."""
+    """What was malformed or cannot be done, one reason each."""
 
 
 def _is_empty(value: msgspec.Raw) -> bool:

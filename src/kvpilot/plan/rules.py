@@ -3,7 +3,8 @@
 1. *Prefetch* the context of a session whose next request is due (or has been announced) and that is not wholly in
    host memory, soonest first, as long as everything due sooner keeps its room.
 2. *Demote* when host memory fills up, before the cache layer's own blind eviction starts: first KV that no live
-   session references, then the contexts least likely to return soon, each from its tail.
+   session references, then the contexts least likely to return soon, each from its tail. A client's wish to keep
+   a context counts like a likely return, within its tenant's part of host memory: a bias, never a lock.
 
 Complexity: O(threads · log threads) per call; counts come ready from the snapshot.
 """
@@ -31,6 +32,10 @@ class PlanSettings:
     """Disk bandwidth assumed for a load until measured."""
     horizon_s: float = 30.0
     """Contexts are ranked for demotion by the chance that they return within this time."""
+    kept_chance: float = 0.4
+    """The least chance of return that a kept context counts with; below the 0.5 that spares any context."""
+    kept_share: float = 0.5
+    """Share of host memory within which wishes to be kept are heard, in equal parts for the tenants who have any."""
     unsure_wait_s: float = 60.0
     """A context whose early return estimate is further away than this is not kept in host memory by prefetch."""
 
@@ -56,6 +61,10 @@ class ThreadView:
     """What a hint announced."""
     busy: bool = False
     """An action on this thread is under way, or the last prefetch found nothing and nothing changed since."""
+    kept: bool = False
+    """A client's wish to keep it is in force."""
+    priority: int = 0
+    """Decides between contexts of equal prospects: the lower goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +161,21 @@ def _demotions(snapshot: Snapshot, settings: PlanSettings, wanted: int) -> list[
         n = min(surplus, snapshot.orphans)
         out.append(Decision(ActionKind.DEMOTE, None, n, "host memory fills up; referenced by nobody", now))
         surplus -= n
+    kept = _kept(snapshot, settings)
+
+    def chance_of(view: ThreadView) -> float:
+        chance = return_chance(view, now, settings)
+        return max(chance, settings.kept_chance) if view.owner in kept else chance
+
     ranked = sorted(
         (v for v in snapshot.threads if not v.in_flight and not v.busy and v.exclusive_host),
-        key=lambda v: (return_chance(v, now, settings), v.owner),
+        key=lambda v: (chance_of(v), v.priority, v.owner),
     )
     soonest = {d.owner for d in _due_prefetches(snapshot, settings) if d.at <= now}
     for view in ranked:
         if surplus <= 0:
             break
-        chance = return_chance(view, now, settings)
+        chance = chance_of(view)
         if chance >= 0.5 or view.owner in soonest:
             break  # everything left is about to return: moving it would only move the miss
         n = min(surplus, view.exclusive_host)
@@ -168,3 +183,17 @@ def _demotions(snapshot: Snapshot, settings: PlanSettings, wanted: int) -> list[
         out.append(Decision(ActionKind.DEMOTE, view.owner, n, reason, now))
         surplus -= n
     return out
+
+
+def _kept(snapshot: Snapshot, settings: PlanSettings) -> set[str]:
+    """Owners whose wish to be kept is heard: per tenant the highest priorities first, while its part has room."""
+    wishes = sorted((v for v in snapshot.threads if v.kept and v.host), key=lambda v: (-v.priority, v.owner))
+    tenants = {view.tenant for view in wishes}
+    room = settings.kept_share * snapshot.host_capacity_bytes / snapshot.chunk_bytes / max(1, len(tenants))
+    left = dict.fromkeys(tenants, room)
+    heard = set()
+    for view in wishes:
+        if view.host <= left[view.tenant]:
+            left[view.tenant] -= view.host
+            heard.add(view.owner)
+    return heard

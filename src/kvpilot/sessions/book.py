@@ -21,7 +21,7 @@ from enum import StrEnum
 import blake3
 
 from kvpilot.context.messages import common_prefix
-from kvpilot.domain import Segment, SessionRef, SessionState, SignalKind, Space
+from kvpilot.domain import Retention, Segment, SessionRef, SessionState, SignalKind, Space
 
 MAX_INDEXED_POINTS = 64
 """Per thread: how many of its earlier prompts stay recognisable by content."""
@@ -64,6 +64,13 @@ class Thread:
     segments_method: str = ""
     leftover: list[bytes] = field(default_factory=list)
     """Chunks behind a range edit: unusable as a prefix now, dropped when the next prompt shows the new context."""
+    keep_until: float = 0.0
+    priority: int = 0
+    """What a client last wished for this context: a bias where room is made, gone after a restart."""
+
+    def retain(self, wish: Retention, now: float) -> None:
+        """Take a wish to be kept; it replaces an earlier one."""
+        self.keep_until, self.priority = now + wish.ttl_s, wish.priority
 
 
 @dataclass(slots=True)

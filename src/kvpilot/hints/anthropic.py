@@ -1,0 +1,112 @@
+"""Anthropic: ``cache_control`` on blocks or at the top level, ``context_management`` edits, warming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpilot.domain import Retention
+from kvpilot.hints.marks import Mark, find_marks
+from kvpilot.hints.result import ContextEdit, HintRequest, Hints
+from kvpilot.hints.values import as_index, as_list, as_object, read_object
+
+FIELDS = ("cache_control", "context_management", "tools", "system", "messages")
+MAX_MARKS = 4
+MAX_EDITS = 8
+MAX_TOOLS = 256
+TTLS = {"5m": 300.0, "1h": 3600.0}
+
+_PLACES = ("tools", "system", "messages")
+_EDITS = {
+    "clear_tool_uses_20250919": "clear_tool_uses",
+    "clear_thinking_20251015": "clear_thinking",
+    "compact_20260112": "compact",
+}
+
+
+def read(request: HintRequest) -> Hints | None:
+    dropped: list[str] = []
+    retention = _retention(request, dropped)
+    edits = _edits(request, dropped)
+    if retention is None and not edits and not dropped:
+        return None
+    warm = request.fields.get("max_tokens")
+    return Hints(
+        retention=retention,
+        edits=edits,
+        warm=retention is not None and warm is not None and bytes(warm) == b"0",
+        dropped=tuple(dropped),
+    )
+
+
+def _retention(request: HintRequest, dropped: list[str]) -> Retention | None:
+    """As long as the longest mark asks, up to the last of them; all of it for a mark at the top level."""
+    marks = find_marks(request, "cache_control", _PLACES, dropped)
+    if len(marks) > MAX_MARKS:
+        dropped.append(f"cache_control: more than {MAX_MARKS} marks")
+    kept: list[tuple[float, Mark]] = []
+    for mark in marks[:MAX_MARKS]:
+        ttl = _ttl(mark.value, dropped)
+        if ttl is not None and kept and ttl > kept[-1][0]:
+            dropped.append("cache_control: a longer ttl behind a shorter one")
+        elif ttl is not None:
+            kept.append((ttl, mark))
+    whole = read_object(request.fields.get("cache_control"), "cache_control", dropped)
+    ttl = _ttl(whole, dropped) if whole is not None else None
+    if ttl is not None:
+        return Retention(ttl_s=max([ttl, *(seconds for seconds, _ in kept)]))
+    return Retention(ttl_s=kept[0][0], up_to=kept[-1][1].message) if kept else None
+
+
+def _ttl(control: object, dropped: list[str]) -> float | None:
+    if not isinstance(control, dict) or control.get("type") != "ephemeral":
+        dropped.append("cache_control: type is not ephemeral")
+        return None
+    ttl = control.get("ttl", "5m")
+    if not isinstance(ttl, str) or ttl not in TTLS:
+        dropped.append("cache_control.ttl: not one of 5m, 1h")
+        return TTLS["5m"]
+    return TTLS[ttl]
+
+
+def _edits(request: HintRequest, dropped: list[str]) -> tuple[ContextEdit, ...]:
+    name = "context_management"
+    management = read_object(request.fields.get(name), name, dropped)
+    if management is None:
+        return ()
+    edits = []
+    for number, value in enumerate(as_list(management.get("edits"), f"{name}.edits", MAX_EDITS, dropped)):
+        place = f"{name}.edits[{number}]"
+        edit = as_object(value, place, dropped)
+        word = edit.get("type") if edit is not None else None
+        if edit is not None and isinstance(word, str) and word in _EDITS:
+            edits.append(_edit(_EDITS[word], edit, place, dropped))
+        elif edit is not None:
+            dropped.append(f"{place}.type: not known")
+    return tuple(edits)
+
+
+def _edit(kind: str, edit: dict[str, Any], place: str, dropped: list[str]) -> ContextEdit:
+    least = _amount(edit.get("clear_at_least"), f"{place}.clear_at_least", dropped)
+    tools = as_list(edit.get("exclude_tools"), f"{place}.exclude_tools", MAX_TOOLS, dropped)
+    return ContextEdit(
+        kind=kind,
+        trigger=_amount(edit.get("trigger"), f"{place}.trigger", dropped),
+        keep=_amount(edit.get("keep"), f"{place}.keep", dropped),
+        clear_at_least=least[1] if least is not None else 0,
+        exclude_tools=tuple(tool for tool in tools if isinstance(tool, str)),
+        clear_tool_inputs=edit.get("clear_tool_inputs") is True,
+    )
+
+
+def _amount(value: object, place: str, dropped: list[str]) -> tuple[str, int] | None:
+    """A unit and a number of it; ``"all"`` has the number 0."""
+    if value is None:
+        return None
+    if value == "all":
+        return "all", 0
+    unit = value.get("type") if isinstance(value, dict) else None
+    number = as_index(value.get("value", 0 if unit == "all" else None)) if isinstance(value, dict) else None
+    if not isinstance(unit, str) or len(unit) > 64 or number is None:
+        dropped.append(f"{place}: not a type and a value")
+        return None
+    return unit, number

@@ -1,0 +1,30 @@
+"""Codex's headers: a thread is a session; its turn metadata tells when a request compacts the context."""
+
+from __future__ import annotations
+
+from kvpilot.domain import SessionRef, SignalKind
+from kvpilot.hints.ids import parse_id
+from kvpilot.hints.result import HintRequest, Hints
+from kvpilot.hints.values import read_object
+
+METADATA = "x-codex-turn-metadata"
+HEADERS = ("thread-id", "session-id", "x-codex-parent-thread-id", METADATA)
+
+
+def read(request: HintRequest) -> Hints | None:
+    dropped: list[str] = []
+    thread, session, parent = (parse_id(request.headers.get(name), name, dropped) for name in HEADERS[:3])
+    metadata = _metadata(request, dropped)
+    compacts = metadata.get("request_kind") == "compaction"
+    return Hints(
+        session=SessionRef(thread or session, parent, "codex"),
+        signals=(request.signal(SignalKind.COMPACTED),) if compacts else (),
+        dropped=tuple(dropped),
+    )
+
+
+def _metadata(request: HintRequest, dropped: list[str]) -> dict[str, object]:
+    text = request.headers.get(METADATA)
+    if text is None:
+        return {}
+    return read_object(text.encode("utf-8", "replace"), METADATA, dropped) or {}

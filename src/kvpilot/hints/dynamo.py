@@ -1,0 +1,34 @@
+"""NVIDIA Dynamo: the ``X-Dynamo-*`` headers (AIPerf sends them, too) and ``nvext.agent_hints``."""
+
+from __future__ import annotations
+
+from kvpilot.domain import Retention, SignalKind
+from kvpilot.hints.ids import read_session
+from kvpilot.hints.result import HintRequest, Hints
+from kvpilot.hints.values import as_object, is_true, read_object, read_priority
+
+_SESSION, _PARENT = "x-dynamo-session-id", "x-dynamo-parent-session-id"
+_FINAL = "x-dynamo-session-final"
+HEADERS = (_SESSION, _PARENT, _FINAL)
+GONE = ("latency_sensitivity", "cache_control", "session_control")
+
+
+def read_headers(request: HintRequest) -> Hints | None:
+    dropped: list[str] = []
+    session = read_session(request.headers, "dynamo", _SESSION, _PARENT, dropped)
+    final = is_true(request.headers.get(_FINAL))
+    return Hints(
+        session=session,
+        signals=(request.signal(SignalKind.END),) if final else (),
+        dropped=tuple(dropped),
+    )
+
+
+def read_body(request: HintRequest) -> Hints | None:
+    dropped: list[str] = []
+    nvext = read_object(request.fields.get("nvext"), "nvext", dropped) or {}
+    hints = as_object(nvext.get("agent_hints"), "nvext.agent_hints", dropped) or {}
+    for place, values in (("nvext", nvext), ("nvext.agent_hints", hints)):
+        dropped += [f"{place}.{name}: Dynamo has dropped it" for name in GONE if name in values]
+    priority = read_priority(hints.get("priority"), "nvext.agent_hints.priority", dropped)
+    return Hints(retention=Retention(priority=priority) if priority else None, dropped=tuple(dropped))
