@@ -130,7 +130,9 @@ def test_edits_need_a_boolean_manage_request(manage: Any) -> None:
 def test_session_control(control: str, kinds: list[ActionKind], signals: list[SignalKind]) -> None:
     hints = read({**IDS, "session_control": {"type": control}}, messages=[])
     assert [c.kind for c in hints.commands] == kinds
-    assert [(signal.kind, signal.session.id) for signal in hints.signals] == [(kind, "s1") for kind in signals]
+    assert [(signal.kind, signal.session.id) for signal in hints.signals] == [
+        (kind, "s1") for kind in signals
+    ]
     assert hints.manage
 
 
