@@ -6,16 +6,20 @@ import asyncio
 import copy
 import json
 
+import msgspec
 import pytest
 
 from kvpilot.coordinator import executor
+from kvpilot.coordinator.view import Reader
 from kvpilot.domain import (
     ActionKind,
     Command,
     OutcomeStatus,
     PromptKnown,
+    Retention,
     SessionRef,
     SessionState,
+    Signal,
     SignalKind,
     Space,
     TargetKind,
@@ -340,3 +344,82 @@ async def test_named_chunks_that_a_live_session_needs_survive() -> None:
     await world.settle(await world.service.command(command))
     assert all(world.held(a))
     assert not any(world.layer.tiers(Space("m"), c) for c in stray)
+
+
+def ranged(target: TargetKind, start: int, end: int, kind: ActionKind = ActionKind.DEMOTE) -> Command:
+    return Command(kind, "default", "", SessionRef("A"), target=target, start=start, end=end)
+
+
+@pytest.mark.parametrize(("target", "size"), [(TargetKind.TOKENS, 1), (TargetKind.BLOCKS, 2)])
+async def test_a_range_of_tokens_or_blocks_is_the_chunks_it_touches(target: TargetKind, size: int) -> None:
+    world = World(block_size=2)
+    messages = [SYSTEM, user(words("u", 30))]
+    world.turn(messages, "A")
+    (record,) = await world.settle(await world.service.command(ranged(target, 8 // size, 16 // size)))
+    assert (record.status, record.confirmed) == (OutcomeStatus.DONE, 2)
+    chunks = world.chunks(messages)
+    in_host = [Tier.HOST in world.layer.tiers(Space("m"), chunk) for chunk in chunks]
+    assert in_host == [index not in (2, 3) for index in range(len(chunks))]
+
+
+async def test_a_range_that_ends_behind_the_context_is_missing() -> None:
+    world = World(block_size=2)
+    messages = [SYSTEM, user(words("u", 30))]
+    world.turn(messages, "A")
+    total = len(text_tokens(messages))
+    (record,) = await world.service.command(ranged(TargetKind.TOKENS, 0, total + 1))
+    assert record.status is OutcomeStatus.MISSING
+    (record,) = await world.service.command(ranged(TargetKind.BLOCKS, 0, total // 2 + 2))
+    assert record.status is OutcomeStatus.MISSING
+
+
+async def test_a_released_token_range_takes_what_is_behind_it_along_later() -> None:
+    world = World()
+    messages = [SYSTEM, user(words("u", 30))]
+    world.turn(messages, "A")
+    (record,) = await world.settle(
+        await world.service.command(ranged(TargetKind.TOKENS, 16, 24, ActionKind.EVICT))
+    )
+    assert (record.status, record.confirmed) == (OutcomeStatus.DONE, 2)
+    held = world.held(messages)
+    assert held[:4] == [True] * 4
+    assert held[4:6] == [False] * 2
+
+
+async def test_a_range_of_several_contexts_is_not_guessed() -> None:
+    world = World()
+    main, side = (
+        [SYSTEM, user(words("u", 30))],
+        [{"role": "system", "content": "title"}, user(words("t", 30))],
+    )
+    world.turn(main, "A")
+    world.turn(side, "A")
+    command = ranged(TargetKind.TOKENS, 0, 8)
+    (record,) = await world.service.command(command)
+    assert record.status is OutcomeStatus.MISSING
+    named = msgspec.structs.replace(command, body=json.dumps({"messages": main}).encode())
+    (record,) = await world.settle(await world.service.command(named))
+    assert record.status is OutcomeStatus.DONE
+
+
+async def test_a_wish_to_keep_a_context_holds_for_its_time() -> None:
+    world = World()
+    await world.observe()
+    reader = Reader(world.service)
+    wish = Retention(ttl_s=60.0, priority=7)
+    world.turn([SYSTEM, user(words("a", 20))], "A", retention=wish)
+    world.turn([SYSTEM, user(words("b", 20))], "B")
+    views = {view.session: view for view in reader.snapshot(world.now, set()).threads}
+    assert [(views[name].kept, views[name].priority) for name in "AB"] == [(True, 7), (False, 0)]
+    assert not any(view.kept for view in reader.snapshot(world.now + 61, set()).threads)
+    world.service.handle(Signal(world.now, "default", SessionRef("B"), SignalKind.RETAIN, retention=wish))
+    assert all(view.kept for view in reader.snapshot(world.now, set()).threads)
+
+
+async def test_an_expected_request_is_only_noted() -> None:
+    world = World()
+    world.turn([SYSTEM, user(words("a", 20))], "A")
+    assert world.signal("A", SignalKind.EXPECTED, 30.0) == []
+    session = world.service.book.get("default", "A")
+    assert session is not None
+    assert session.expected_at == world.now + 30.0

@@ -38,7 +38,12 @@ def hash_word(word: str) -> int:
 
 class World:
     def __init__(
-        self, *, mode: str = "kvpilot", chunk_size: int = 4, recheck_s: tuple[float, ...] = (0.0,)
+        self,
+        *,
+        mode: str = "kvpilot",
+        chunk_size: int = 4,
+        recheck_s: tuple[float, ...] = (0.0,),
+        block_size: int = 64,
     ) -> None:
         self.now = 1000.0
         self.layer = MemoryLayer(chunk_size)
@@ -48,7 +53,7 @@ class World:
             residency=self.residency,
             segmenter=Segmenter(None, None),
             space_of=lambda salt: Space("m", salt),
-            settings=ServiceSettings(mode=mode, recheck_s=recheck_s),
+            settings=ServiceSettings(mode=mode, recheck_s=recheck_s, block_size=block_size),
             clock=lambda: self.now,
         )
         self._ids = itertools.count(1)
@@ -67,9 +72,17 @@ class World:
         body = {"messages": messages, **kw.pop("body", {})}
         ref = SessionRef(session, kw.pop("parent", None), "agent_hint" if session else "content")
         salt = "" if tenant == "default" else tenant
+        retention = kw.pop("retention", None)
         self.service.handle(
             RequestStarted(
-                request_id, self.now, tenant, salt, ref, "/v1/chat/completions", json.dumps(body).encode()
+                request_id,
+                self.now,
+                tenant,
+                salt,
+                ref,
+                "/v1/chat/completions",
+                json.dumps(body).encode(),
+                retention,
             )
         )
         return request_id

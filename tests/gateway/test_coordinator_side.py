@@ -15,6 +15,7 @@ from kvpilot.domain import (
     PromptKnown,
     RequestFinished,
     RequestStarted,
+    Retention,
     SessionRef,
     Signal,
     SignalKind,
@@ -162,3 +163,39 @@ async def test_a_coordinator_that_comes_late_gets_what_was_kept(start: StartRig)
         assert rig.gateway.link.queued == 0
     finally:
         await late.stop()
+
+
+async def test_the_end_of_a_session_is_told_after_its_last_request(rig: Rig) -> None:
+    await rig.post(CHAT, BODY, **{"x-dynamo-session-id": "d", "x-dynamo-session-final": "true"})
+    assert rig.coordinator
+    (signal,) = await rig.coordinator.until(Signal)
+    (finished,) = await rig.coordinator.until(RequestFinished)
+    assert (signal.kind, signal.session.id) == (SignalKind.END, "d")
+    kinds = [type(event) for event in rig.coordinator.events]
+    assert kinds.index(RequestStarted) < kinds.index(RequestFinished) < kinds.index(Signal)
+    assert signal.at >= finished.at
+
+
+async def test_a_wish_to_keep_a_context_travels_with_its_request(rig: Rig) -> None:
+    await rig.post(CHAT, {**BODY, "cache_control": {"type": "ephemeral", "ttl": "1h"}})
+    assert rig.coordinator
+    (started,) = await rig.coordinator.until(RequestStarted)
+    assert started.retention == Retention(ttl_s=3600.0)
+
+
+async def test_a_wish_without_a_request_is_a_signal(rig: Rig) -> None:
+    action = {"action_type": "kv.retain", "payload": {"ttl": 60}}
+    envelope = {"protocol_version": "0.1", "actions": [action]}
+    status, _, _ = await rig.post(CHAT, {"messages": [], "kv_hints": envelope}, **{"x-session-id": "h"})
+    assert rig.coordinator
+    (signal,) = await rig.coordinator.until(Signal)
+    assert (status, signal.kind, signal.retention) == (200, SignalKind.RETAIN, Retention(ttl_s=60.0))
+    assert not rig.engine.requests
+
+
+async def test_what_cannot_be_done_is_said(rig: Rig) -> None:
+    action = {"action_type": "kv.retain", "payload": {"chunk_hashes": ["ab"]}}
+    body = {"messages": [], "kv_hints": {"protocol_version": "0.1", "actions": [action]}}
+    prefetch = {"session_id": "s1", "action": "prefetch"}
+    _, _, text = await rig.post(CHAT, {**body, "agent_hint": prefetch})
+    assert "rejected: not supported yet" in json.loads(text)["kvpilot"]["reason"]

@@ -107,3 +107,30 @@ def test_plans_are_bounded_and_never_touch_running_sessions(
             assert decision.chunks <= target.loadable
             loaded += decision.chunks
     assert loaded <= SETTINGS.prefetch_up_to * 100
+
+
+def demoted(*threads: ThreadView) -> list[str | None]:
+    return [d.owner for d in plan(snap(*threads, used=90), SETTINGS) if d.kind is ActionKind.DEMOTE]
+
+
+def resting(owner: str, **changes: object) -> ThreadView:
+    return view(owner, state=SessionState.SUSPENDED, **changes)
+
+
+def test_what_a_client_wants_kept_goes_last_but_goes() -> None:
+    kept = resting("a", kept=True)
+    others = [resting(name) for name in "bcde"]
+    assert demoted(kept, *others)[:3] == ["b", "c", "d"]
+    assert "a" not in demoted(kept, *others)
+    assert demoted(kept) == ["a"]
+
+
+def test_priority_decides_between_equal_prospects() -> None:
+    assert demoted(resting("a", priority=5), resting("b", priority=-100), resting("c"))[0] == "b"
+
+
+def test_wishes_are_heard_up_to_a_tenants_part() -> None:
+    greedy = [resting(f"a{n}", tenant="x", kept=True, priority=n) for n in range(5)]
+    modest = resting("z", tenant="y", kept=True)
+    # Half of 100 chunks, for two tenants: 25 each, so two contexts of 10 for x, the ones of highest priority.
+    assert demoted(*greedy, modest)[:3] == ["a0", "a1", "a2"]

@@ -1,6 +1,6 @@
 """Hint dialects: wire JSON and headers in, one vocabulary out. What is malformed is dropped with a reason."""
 
-from kvpilot.hints.registry import BUILT_IN, Dialect, Registry, read_hints, registry
+from kvpilot.hints.registry import BUILT_IN, Dialect, Registry, installed, read_hints
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints, Retention
 
 __all__ = [
@@ -11,6 +11,6 @@ __all__ = [
     "Hints",
     "Registry",
     "Retention",
+    "installed",
     "read_hints",
-    "registry",
 ]

@@ -142,14 +142,14 @@ def plug_ins() -> list[Dialect]:
 
 
 @cache
-def registry() -> Registry:
+def installed() -> Registry:
     """The built-in dialects and the plug-ins, loaded on first use."""
     return Registry((*BUILT_IN, *plug_ins()))
 
 
 def read_hints(request: HintRequest) -> Hints:
     """Everything the request says about its session and its KV. Never raises."""
-    return registry().read(request)
+    return installed().read(request)
 
 
 def join(found: Sequence[Hints], request: HintRequest) -> Hints:
