@@ -63,3 +63,9 @@ def closed_share(rounds: Rounds, of: str, start: str, goal: str) -> dict[str, fl
 def interleaved(variants: Sequence[str], round_number: int) -> list[str]:
     """A B … in even rounds, … B A in odd ones, so that drift hits every variant alike."""
     return list(variants) if round_number % 2 == 0 else list(reversed(variants))
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value below which a share ``q`` of ``values`` lies (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

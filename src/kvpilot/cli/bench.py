@@ -98,3 +98,21 @@ def gateway(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, Console())
+
+
+@bench.command()
+def hints(
+    body_kb: Annotated[int, typer.Option(min=4, help="Size of a request's body.")] = 100,
+    rounds: Annotated[int, typer.Option(min=100, help="Readings of each request.")] = 2000,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """What reading hints costs: all dialects together, the body already read. Needs no stack."""
+    from kvpilot.bench.hints import print_table, run_bench
+    from kvpilot.replay.run import write_json
+
+    document = run_bench(body_kb, rounds)
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,7 +15,21 @@ MAX_SCAN = 8 * 1024 * 1024
 """Bytes of a body beyond which it is not searched for marks."""
 BEFORE_MESSAGES = -1
 
-_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_Other = str | int | float | bool | None
+
+
+class _Block(msgspec.Struct):
+    """Only what may be a mark: all else is skipped unread, which is what makes a search cheap."""
+
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class _Item(_Block):
+    content: list[_Block | list[Any] | _Other] | _Block | _Other = None
+
+
+_ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +43,40 @@ class Mark:
 def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: list[str]) -> list[Mark]:
     """Every ``key`` on an item of ``places`` or on a block of its ``content``, in their order.
 
-    ``messages`` and ``input`` count their items, the other places come before all messages. Only items that
-    have the key somewhere are decoded.
+    ``messages`` and ``input`` count their items, the other places come before all messages.
     """
-    needle = f'{key}"'.encode()  # a text that quotes the key has a backslash there
-    if len(request.body) > MAX_SCAN:
+    body = request.body
+    if len(body) > MAX_SCAN:
         dropped.append(f"{key}: not looked for in a body larger than {MAX_SCAN} bytes")
         return []
-    if needle not in request.body:
+    needle = f'{key}"'.encode()  # a text that quotes the key has a backslash before the quote
+    if body.rfind(needle) < 0:  # twice as fast as from the front
         return []
     marks: list[Mark] = []
     for place in places:
-        for number, item in enumerate(_items(request.fields.get(place))):
-            text = bytes(item)
-            if needle in text:
-                message = number if place in ("messages", "input") else BEFORE_MESSAGES
-                marks += [Mark(value, message) for value in _values(text, key)]
+        raw = request.fields.get(place)
+        if raw is not None and memoryview(raw)[0] == ord("[") and needle in bytes(raw):
+            marks += _marks(raw, key, place, dropped)
     return marks
 
 
-def _items(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+def _marks(raw: msgspec.Raw, key: str, place: str, dropped: list[str]) -> list[Mark]:
     try:
-        return [] if raw is None or memoryview(raw)[0] != ord("[") else _ITEMS.decode(raw)
+        items = _ITEMS.decode(raw)
     except (ValueError, RecursionError):
+        dropped.append(f"{place}: not searched for marks, it cannot be read")
         return []
-
-
-def _values(text: bytes, key: str) -> list[Any]:
-    try:
-        item = msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(item, dict):
-        return []
-    content = item.get("content")
-    blocks = [*content, item] if isinstance(content, list) else [item]
-    values = (block.get(key) for block in blocks if isinstance(block, dict))
-    return [value for value in values if value is not None]
+    counts = place in ("messages", "input")
+    mark_of = attrgetter(key)
+    marks: list[Mark] = []
+    for number, item in enumerate(items):
+        if not isinstance(item, _Item):
+            continue
+        message = number if counts else BEFORE_MESSAGES
+        if isinstance(item.content, list):
+            for block in item.content:
+                if isinstance(block, _Block) and (value := mark_of(block)) is not None:
+                    marks.append(Mark(value, message))
+        if (value := mark_of(item)) is not None:
+            marks.append(Mark(value, message))
+    return marks

@@ -156,23 +156,23 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
     """One result of several dialects', the one with precedence first."""
     session = _join_ids([hints.session for hints in found])
     retention = _join_retention([hints.retention for hints in found if hints.retention is not None])
-    commands = dict.fromkeys(_bound(command, session) for hints in found for command in hints.commands)
-    signals = dict.fromkeys(_bound(signal, session) for hints in found for signal in hints.signals)
+    commands = [_bound(command, session) for hints in found for command in hints.commands]
+    signals = [_bound(signal, session) for hints in found for signal in hints.signals]
     said = bool(commands or signals or retention)
     manage = any(hints.manage for hints in found)
     # A JSON request without anything to infer from, which says something about KV, can only be about that.
     manage = manage or (said and bool(request.fields) and not request.has_content)
     if manage and retention is not None:
-        signals[request.signal(SignalKind.RETAIN, session=session, retention=retention)] = None
+        signals.append(request.signal(SignalKind.RETAIN, session=session, retention=retention))
     dropped = dict.fromkeys(reason for hints in found for reason in hints.dropped)
-    homeless = [c for c in commands if c.session.id is None and c.target is not TargetKind.CHUNKS]
-    unheard = [s for s in signals if s.session.id is None]
-    if homeless or unheard:
+    sound = [command for command in commands if command.session.id or command.target is TargetKind.CHUNKS]
+    heard = [signal for signal in signals if signal.session.id]
+    if len(sound) < len(commands) or len(heard) < len(signals):
         dropped["commands or signals without a session id"] = None
     return Hints(
         session=session,
-        commands=tuple(command for command in commands if command not in homeless),
-        signals=tuple(signal for signal in signals if signal not in unheard),
+        commands=tuple(sound),
+        signals=tuple(heard),
         retention=retention,
         edits=next((hints.edits for hints in found if hints.edits), ()),
         warm=any(hints.warm for hints in found),
