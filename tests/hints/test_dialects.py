@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvpilot.hints.registry as registry_module
 from kvpilot.domain import SessionRef
 from kvpilot.hints import BUILT_IN, Dialect, HintRequest, Hints, Registry, read_hints
-from kvpilot.hints.marks import MAX_SCAN
+from kvpilot.hints.content import MAX_SCAN
 from kvpilot.hints.registry import MAX_REASONS
 from tests.hints.conformance.rows import ROWS
 from tests.hints.conformance.table import Row, in_words, read

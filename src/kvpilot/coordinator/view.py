@@ -168,6 +168,8 @@ class Reader:
             "model": space.model,
             "salt": space.salt,
             "tokens": references.length(thread.owner),
+            "keep_until": thread.keep_until or None,
+            "priority": thread.priority,
             "segments_method": thread.segments_method,
             "segments": [
                 {"kind": s.kind.value, "start": s.start, "end": s.end, "message": s.message, "name": s.name}

@@ -25,7 +25,9 @@ class Metrics:
         self._requests = cache(lambda path, status: requests.labels(self._worker, path, status))
         self.aborted = self._counter(f"{prefix}_aborted", "Requests whose client went away")
         self.managed = self._counter(f"{prefix}_managed", "Management requests answered here")
-        self.hints_dropped = self._counter(f"{prefix}_hints_dropped", "Malformed hints")
+        self.hints_dropped = self._counter(
+            f"{prefix}_hints_dropped", "Hints dropped: malformed, or not supported"
+        )
         self.prepare = Histogram(
             f"{prefix}_prepare_seconds",
             "From the body's last byte to the forwarding of the request",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot.domain import Retention
-from kvpilot.hints.marks import Mark, find_marks
+from kvpilot.hints.content import Mark, find_marks
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 from kvpilot.hints.values import as_index, as_list, as_object, read_object
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from kvpilot.domain import Retention
-from kvpilot.hints.marks import find_marks
+from kvpilot.hints.content import find_marks
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import as_duration, read_object
 

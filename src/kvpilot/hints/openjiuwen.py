@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from kvpilot.domain import ActionKind, Command, Signal, SignalKind, TargetKind
+from kvpilot.hints.content import count_items
 from kvpilot.hints.ids import read_session
 from kvpilot.hints.result import HintRequest, Hints, Retention
 from kvpilot.hints.values import as_number, as_range
@@ -153,17 +152,12 @@ class _Reader:
             self._drop(name, "not an object")
             return None
         offset = value.get("msg_offset")
-        if offset is not None and not (type(offset) is int and 0 <= offset < self._message_count()):
+        if offset is not None and not (
+            type(offset) is int and 0 <= offset < count_items(self.request, "messages")
+        ):
             self._drop(name, "msg_offset does not lie inside messages")
             return None
         return Retention(ttl_s=_ttl(value.get("ttl")), up_to=offset)
-
-    def _message_count(self) -> int:
-        try:
-            messages = self.request.fields.get("messages", b"[]")
-            return len(msgspec.json.decode(messages, type=list[msgspec.Raw]))
-        except (ValueError, RecursionError):
-            return 0
 
 
 def _lookup(table: dict[str, ActionKind], key: object) -> ActionKind | None:

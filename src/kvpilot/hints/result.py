@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,8 @@ class HintRequest:
     body: bytes = b""
     """The whole body, for commands whose range refers to its messages or tools."""
     now: float = field(default_factory=time.time)
+    lists: dict[str, list[Any]] = field(default_factory=dict, repr=False, compare=False)
+    """Lists of the body that were decoded, for the next dialect that looks (see ``hints.content``)."""
 
     @property
     def has_content(self) -> bool:

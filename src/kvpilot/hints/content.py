@@ -1,4 +1,4 @@
-"""Marks that clients put on single blocks of their content (Anthropic's and OpenAI's cache breakpoints)."""
+"""A look into a request's content, for the little that hints need of it: how many messages, which are marked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Other = str | int | float | bool | None
 
 
 class _Block(msgspec.Struct):
-    """Only what may be a mark: all else is skipped unread, which is what makes a search cheap."""
+    """Only what may be a mark: all else is skipped unread, which is what makes a look cheap."""
 
     cache_control: Any = None
     prompt_cache_breakpoint: Any = None
@@ -34,10 +34,18 @@ _ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """``message``: index of the message it is in, -1 for tools and system text beside the messages."""
+    """A cache breakpoint that a client put on an item or on a block of its content.
+
+    ``message``: index of the message it is in, -1 for tools and system text beside the messages.
+    """
 
     value: Any
     message: int = BEFORE_MESSAGES
+
+
+def count_items(request: HintRequest, place: str) -> int:
+    """Length of a list of the body; 0 for anything else."""
+    return len(_items(request, place))
 
 
 def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: list[str]) -> list[Mark]:
@@ -55,18 +63,12 @@ def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: l
     marks: list[Mark] = []
     for place in places:
         raw = request.fields.get(place)
-        if raw is not None and memoryview(raw)[0] == ord("[") and needle in bytes(raw):
-            marks += _marks(raw, key, place, dropped)
+        if raw is not None and bytes(raw).rfind(needle) >= 0:
+            marks += _marks(_items(request, place), key, counts=place in ("messages", "input"))
     return marks
 
 
-def _marks(raw: msgspec.Raw, key: str, place: str, dropped: list[str]) -> list[Mark]:
-    try:
-        items = _ITEMS.decode(raw)
-    except (ValueError, RecursionError):
-        dropped.append(f"{place}: not searched for marks, it cannot be read")
-        return []
-    counts = place in ("messages", "input")
+def _marks(items: Sequence[Any], key: str, *, counts: bool) -> list[Mark]:
     mark_of = attrgetter(key)
     marks: list[Mark] = []
     for number, item in enumerate(items):
@@ -80,3 +82,15 @@ def _marks(raw: msgspec.Raw, key: str, place: str, dropped: list[str]) -> list[M
         if (value := mark_of(item)) is not None:
             marks.append(Mark(value, message))
     return marks
+
+
+def _items(request: HintRequest, place: str) -> list[Any]:
+    """The items of a list of the body, decoded once a request; none where it is no list or cannot be read."""
+    found = request.lists.get(place)
+    if found is None:
+        try:
+            found = _ITEMS.decode(request.fields[place])
+        except (KeyError, ValueError, RecursionError):
+            found = []
+        request.lists[place] = found
+    return found
