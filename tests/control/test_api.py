@@ -62,6 +62,15 @@ def test_signals_answer_with_action_ids(client: TestClient) -> None:
     assert client.get(f"{BASE}/actions/{action}?wait=10").json()["kind"] == "prefetch"
 
 
+def test_a_wish_to_keep_a_session_is_a_signal_and_is_shown(client: TestClient) -> None:
+    url = f"{BASE}/sessions/team:a/member:1"
+    told = client.post(f"{url}/signals", json={"kind": "retain", "ttl_s": 60, "priority": 3})
+    assert (told.status_code, told.json()["actions"]) == (202, [])
+    (context,) = client.get(url).json()["contexts"]
+    assert (context["keep_until"], context["priority"]) == (1060.0, 3)
+    assert client.post(f"{url}/signals", json={"kind": "retain"}).status_code == 422
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
