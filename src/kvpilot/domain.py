@@ -103,7 +103,9 @@ class TargetKind(StrEnum):
 class Retention(Struct, frozen=True):
     """A wish to keep a context for ``ttl_s`` seconds: a bias where room is made, never a lock.
 
-    ``up_to`` (None: all of it) counts in ``unit``. ``priority`` ranks contexts of equal prospects, -100…100.
+    ``up_to`` is where the wish ends, as the client counts in ``unit`` (None: nowhere; -1: before the messages);
+    nothing acts on it yet, as demotion takes a context from its tail anyway.
+    ``priority`` ranks contexts of equal prospects, -100…100.
     """
 
     ttl_s: float = 0.0

@@ -141,6 +141,11 @@ def test_a_dialect_that_is_not_spoken_is_not_asked() -> None:
     assert asked == ["a", "c"]
 
 
+def test_a_dialect_that_answers_with_anything_else_fails_nothing() -> None:
+    odd = Dialect("odd", lambda request: "session", fields=("x",))  # type: ignore[arg-type, return-value]
+    assert Registry([odd]).read(request_of({"x": 1}, {})).dropped == ("odd: could not be read",)
+
+
 def names(session: str, parent: str | None = None) -> Hints:
     return Hints(session=SessionRef(session, parent, session))
 

@@ -110,7 +110,10 @@ class Registry:
 
     def _ask(self, dialect: Dialect, request: HintRequest) -> Hints | None:
         try:
-            return dialect.read(request)
+            hints = dialect.read(request)
+            if hints is not None and not isinstance(hints, Hints):
+                raise TypeError(f"read returned a {type(hints).__name__}, not Hints")
+            return hints
         except Exception:
             # No dialect may fail a user's request, a plug-in's neither.
             if dialect.name not in self._broken:

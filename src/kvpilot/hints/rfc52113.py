@@ -22,15 +22,14 @@ def read(request: HintRequest, hint: dict[str, Any]) -> Hints:
     dropped: list[str] = []
     session = read_session(hint, NAME, "session_id", "parent_session_id", dropped)
     management = as_object(hint.get("context_management"), f"{NAME}.context_management", dropped) or {}
-    manage = management.get("manage_request", False)
-    if not isinstance(manage, bool):
+    manage = management.get("manage_request")
+    if manage is not None and not isinstance(manage, bool):
         dropped.append(f"{NAME}.context_management.manage_request: not a boolean")
-        manage = False
     return Hints(
         session=session,
         commands=_commands(request, management.get("edits"), dropped),
         retention=_retention(hint.get("cache_control"), dropped),
-        manage=manage,
+        manage=manage is True,
         dropped=tuple(dropped),
     )
 
