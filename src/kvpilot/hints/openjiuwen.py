@@ -20,7 +20,7 @@ OWN_WORDS = frozenset(("msg_offset", "target", "start", "end", "session_control"
 MAX_EDITS = 16
 TTL_DEFAULT_S, TTL_MIN_S, TTL_MAX_S = 300, 60, 3600
 
-_KINDS = {"evict": ActionKind.EVICT, "offload": ActionKind.DEMOTE, "prefetch": ActionKind.PREFETCH}
+KINDS = {"evict": ActionKind.EVICT, "offload": ActionKind.DEMOTE, "prefetch": ActionKind.PREFETCH}
 _CONTROLS: dict[str, tuple[ActionKind, SignalKind] | None] = {
     "start": None,
     "pause": (ActionKind.DEMOTE, SignalKind.SUSPEND),
@@ -93,7 +93,7 @@ class _Reader:
         """Take one edit; the reason when it is not valid."""
         if not isinstance(edit, dict):
             return "not an object"
-        kind = _lookup(_KINDS, edit.get("type"))
+        kind = _lookup(KINDS, edit.get("type"))
         if kind is None:
             return "type is not one of evict, offload, prefetch"
         if "block_start" in edit or "block_end" in edit:
@@ -134,7 +134,7 @@ class _Reader:
         value = self.hint.get("action")
         if value is None:
             return None
-        kind = _lookup(_KINDS, value)
+        kind = _lookup(KINDS, value)
         if kind is None:
             return self._drop("action", "not one of evict, offload, prefetch")
         if self.commands:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpilot.domain import ActionKind, Command, Retention, TargetKind
+from kvpilot.domain import Command, Retention, TargetKind
 from kvpilot.hints.ids import read_session
+from kvpilot.hints.openjiuwen import KINDS
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import as_index, as_list, as_object, as_range, read_ttl
 
@@ -13,8 +14,6 @@ NAME = "agent_hint"
 OWN_WORDS = frozenset(("block_offset", "block_start", "block_end"))
 MAX_EDITS = 16
 TTL_DEFAULT_S, TTL_MAX_S = 300.0, 3600.0
-
-_KINDS = {"evict": ActionKind.EVICT, "offload": ActionKind.DEMOTE, "prefetch": ActionKind.PREFETCH}
 
 
 def read(request: HintRequest, hint: dict[str, Any]) -> Hints:
@@ -51,7 +50,7 @@ def _command(request: HintRequest, edit: object) -> Command | str:
     if not isinstance(edit, dict):
         return "not an object"
     word = edit.get("type")
-    kind = _KINDS.get(word) if isinstance(word, str) else None
+    kind = KINDS.get(word) if isinstance(word, str) else None
     if kind is None:
         return "type is not one of evict, offload, prefetch"
     if "block_start" not in edit and "block_end" not in edit:
