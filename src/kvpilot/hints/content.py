@@ -18,14 +18,14 @@ BEFORE_MESSAGES = -1
 _Other = str | int | float | bool | None
 
 
-class _Block(msgspec.Struct):
+class _Block(msgspec.Struct, gc=False):
     """Only what may be a mark: all else is skipped unread, which is what makes a look cheap."""
 
     cache_control: Any = None
     prompt_cache_breakpoint: Any = None
 
 
-class _Item(_Block):
+class _Item(_Block, gc=False):
     content: list[_Block | list[Any] | _Other] | _Block | _Other = None
 
 
@@ -72,12 +72,12 @@ def _marks(items: Sequence[Any], key: str, *, counts: bool) -> list[Mark]:
     mark_of = attrgetter(key)
     marks: list[Mark] = []
     for number, item in enumerate(items):
-        if not isinstance(item, _Item):
+        if type(item) is not _Item:
             continue
         message = number if counts else BEFORE_MESSAGES
-        if isinstance(item.content, list):
+        if type(item.content) is list:
             for block in item.content:
-                if isinstance(block, _Block) and (value := mark_of(block)) is not None:
+                if type(block) is _Block and (value := mark_of(block)) is not None:
                     marks.append(Mark(value, message))
         if (value := mark_of(item)) is not None:
             marks.append(Mark(value, message))
