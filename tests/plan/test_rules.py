@@ -129,6 +129,13 @@ def test_priority_decides_between_equal_prospects() -> None:
     assert demoted(resting("a", priority=5), resting("b", priority=-100), resting("c"))[0] == "b"
 
 
+def test_a_tenants_priorities_do_not_crowd_others_out() -> None:
+    loud = [resting(f"a{n}", tenant="x", priority=100) for n in range(6)]
+    quiet = [resting(f"z{n}", tenant="y") for n in range(2)]
+    # Half of 100 chunks is five contexts: the sixth counts like anybody's.
+    assert demoted(*loud, *quiet)[:3] == ["a5", "z0", "z1"]
+
+
 def test_wishes_are_heard_up_to_a_tenants_part() -> None:
     greedy = [resting(f"a{n}", tenant="x", kept=True, priority=n) for n in range(5)]
     modest = resting("z", tenant="y", kept=True)

@@ -35,7 +35,7 @@ class PlanSettings:
     kept_chance: float = 0.4
     """The least chance of return that a kept context counts with; below the 0.5 that spares any context."""
     kept_share: float = 0.5
-    """Share of host memory within which wishes to be kept are heard, in equal parts for the tenants who have any."""
+    """Share of host memory within which wishes are heard, in equal parts for the tenants who have any."""
     unsure_wait_s: float = 60.0
     """A context whose early return estimate is further away than this is not kept in host memory by prefetch."""
 
@@ -161,15 +161,18 @@ def _demotions(snapshot: Snapshot, settings: PlanSettings, wanted: int) -> list[
         n = min(surplus, snapshot.orphans)
         out.append(Decision(ActionKind.DEMOTE, None, n, "host memory fills up; referenced by nobody", now))
         surplus -= n
-    kept = _kept(snapshot, settings)
+    heard = _heard(snapshot, settings)
 
     def chance_of(view: ThreadView) -> float:
         chance = return_chance(view, now, settings)
-        return max(chance, settings.kept_chance) if view.owner in kept else chance
+        return max(chance, settings.kept_chance) if view.kept and view.owner in heard else chance
+
+    def priority_of(view: ThreadView) -> int:
+        return view.priority if view.owner in heard else min(view.priority, 0)
 
     ranked = sorted(
         (v for v in snapshot.threads if not v.in_flight and not v.busy and v.exclusive_host),
-        key=lambda v: (chance_of(v), v.priority, v.owner),
+        key=lambda v: (chance_of(v), priority_of(v), v.owner),
     )
     soonest = {d.owner for d in _due_prefetches(snapshot, settings) if d.at <= now}
     for view in ranked:
@@ -185,9 +188,11 @@ def _demotions(snapshot: Snapshot, settings: PlanSettings, wanted: int) -> list[
     return out
 
 
-def _kept(snapshot: Snapshot, settings: PlanSettings) -> set[str]:
-    """Owners whose wish to be kept is heard: per tenant the highest priorities first, while its part has room."""
-    wishes = sorted((v for v in snapshot.threads if v.kept and v.host), key=lambda v: (-v.priority, v.owner))
+def _heard(snapshot: Snapshot, settings: PlanSettings) -> set[str]:
+    """Owners whose wish to be kept, or to come before others, is heard: per tenant the highest priorities first,
+    while its part has room. A wish to go first always is."""
+    wishes = [v for v in snapshot.threads if (v.kept or v.priority > 0) and v.host]
+    wishes.sort(key=lambda v: (-v.priority, v.owner))
     tenants = {view.tenant for view in wishes}
     room = settings.kept_share * snapshot.host_capacity_bytes / snapshot.chunk_bytes / max(1, len(tenants))
     left = dict.fromkeys(tenants, room)
