@@ -19,7 +19,7 @@ Each group names the published format and how it is known: [code] read in a ship
 project's own documentation, [ex] an issue or pull request. Unless shown, a request has four messages; what a row
 does not mention is not there in the result.
 """
-LONGEST = 160
+LONGEST = 300
 
 
 def report() -> str:
