@@ -233,9 +233,11 @@ class Executor:
         except BackendError as error:
             self._failed(action_id, error)
             return
-        self._on_change()
         if result.complete:
+            # All is known: a look at the directory now would only take time from the request that follows.
             self._residency.observe_tier(work.space, work.chunks, Tier.HOST, True, self._clock())
+        else:
+            self._on_change()
         status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED
         reason = (
             "" if result.complete else f"{result.total - result.found} chunks are nowhere, or found no room"
