@@ -202,7 +202,8 @@ class Executor:
         if left:
             reasons.append(f"{left} chunks in use")
         status = OutcomeStatus.CLIPPED if reasons else OutcomeStatus.DONE
-        skipped = len(chunks) - len(safe) - only_host
+        record = self._actions.get(action_id)
+        skipped = (record.skipped if record else 0) + len(chunks) - len(safe) - only_host
         tiers = {Tier.HOST.value: gone}
         self._close(
             action_id, status, confirmed=gone, skipped=skipped, reason="; ".join(reasons), tiers=tiers
