@@ -25,6 +25,7 @@ from kvpilot.domain import (
     TargetKind,
     Tier,
 )
+from kvpilot.sessions.book import MAX_THREADS
 from tests.coordinator.world import World, text_tokens
 
 SYSTEM = {"role": "system", "content": "you are an agent with rules a b c d e f g h"}
@@ -423,3 +424,84 @@ async def test_an_expected_request_is_only_noted() -> None:
     session = world.service.book.get("default", "A")
     assert session is not None
     assert session.expected_at == world.now + 30.0
+
+
+def edit(session: str, messages: list[dict[str, str]], start: int, end: int) -> Command:
+    body = json.dumps({"messages": messages}).encode()
+    target = TargetKind.MESSAGES
+    return Command(ActionKind.EVICT, "default", "", SessionRef(session), target, start, end, body)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("how", ["command", "signal", "restart"])
+async def test_what_a_range_edit_left_behind_goes_with_its_session(start: int, how: str) -> None:
+    world = World()
+    a = [SYSTEM, *(user(words(f"m{n}x", 12)) for n in range(5))]
+    world.turn(a, "A")
+    world.segmented(a, "A")
+    await world.settle(await world.service.command(edit("A", a, start, start + 1)))
+    assert any(world.held(a)), "behind the range nothing goes before its context does"
+    if how == "command":
+        command = Command(ActionKind.EVICT, "default", "", SessionRef("A"))
+        (record,) = await world.settle(await world.service.command(command))
+        assert record.planned == record.confirmed > 0
+    elif how == "signal":
+        await world.settle(world.signal("A", SignalKind.END))
+    else:
+        world.service.book.get("default", "A").state = SessionState.ENDED
+        world.service.resume([])
+        await world.settle(world.service.actions.open_records())
+    assert not any(world.held(a))
+
+
+async def test_range_edits_one_after_another_each_remove_their_range() -> None:
+    world = World()
+    a = [SYSTEM, *(user(words(f"m{n}x", 12)) for n in range(6))]
+    world.turn(a, "A")
+    world.segmented(a, "A")
+    (first,) = await world.settle(await world.service.command(edit("A", a, 1, 2)))
+    before = world.held(a)
+    (second,) = await world.settle(await world.service.command(edit("A", a, 4, 5)))
+    assert first.confirmed and second.confirmed == second.planned == sum(before) - sum(world.held(a)) > 0
+    (again,) = await world.settle(await world.service.command(edit("A", a, 4, 5)))
+    assert again.planned == 0
+
+
+async def test_a_parent_and_its_child_are_demoted_with_what_they_share() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "P", parent="P")
+    world.turn(a, "C", parent="P")
+    records = await world.settle(world.signal("P", SignalKind.SUSPEND))
+    assert sum(record.confirmed for record in records) == len(world.chunks(a))
+    assert all(world.layer.tiers(Space("m"), c) == {Tier.DISK} for c in world.chunks(a))
+    assert world.service.book.get("default", "C").state is SessionState.SUSPENDED
+
+
+async def test_a_demotion_that_moves_nothing_says_why() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    world.turn(a, "B")
+    (record,) = await world.settle(world.signal("A", SignalKind.SUSPEND))
+    assert (record.status, record.planned, record.skipped) == (OutcomeStatus.DONE, 0, len(world.chunks(a)))
+    assert record.reason
+
+
+async def test_an_id_used_for_everything_keeps_a_bounded_number_of_conversations() -> None:
+    world = World()
+    for number in range(MAX_THREADS + 20):
+        world.now += 1
+        world.turn([{"role": "system", "content": f"side call {number}"}, user(words(f"t{number}x", 8))], "A")
+    session = world.service.book.get("default", "A")
+    assert session is not None
+    assert len(session.threads) == MAX_THREADS
+    assert len(world.service.references.owners()) == MAX_THREADS
+
+
+async def test_a_parent_known_by_name_only_is_not_running() -> None:
+    world = World()
+    world.turn([SYSTEM, user("a")], "C", parent="P")
+    parent = world.service.book.get("default", "P")
+    assert parent is not None
+    assert parent.state is SessionState.WAITING_HUMAN

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot.context.segments import Segmenter
+from kvpilot.context.segments import SegmentedPrompt, Segmenter
+from kvpilot.coordinator.segmenting import Known
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
 from kvpilot.domain import (
     ActionRecord,
@@ -121,6 +122,17 @@ class World:
 
     def signal(self, session: str, kind: SignalKind, eta_s: float | None = None) -> list[ActionRecord]:
         return self.service.handle(Signal(self.now, "default", SessionRef(session), kind, eta_s))
+
+    def segmented(self, messages: list[Message], session: str) -> None:
+        """What the segmenter would find out: every word is a token, and so is every message's role."""
+        book = self.service.book.get("default", session)
+        assert book is not None
+        (thread,) = book.threads.values()
+        ends = list(itertools.accumulate(len(text_tokens([message])) for message in messages))
+        found = SegmentedPrompt((), "template", ends[-1], message_ends=ends)
+        segments = self.service.segments
+        segments._jobs.pop(thread.owner, None)
+        segments._known[thread.owner] = Known(found, text_tokens(messages), thread.hashes)
 
     async def settle(self, records: list[ActionRecord]) -> list[ActionRecord]:
         """The records once they are final."""

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from yarl import URL
 
 from kvpilot.context.chunks import ChunkHasher
+from kvpilot.domain import RequestStarted
 from tests.gateway.conftest import PROMPT_IDS, Rig, StartRig, stream_events
 
 CHAT = "/v1/chat/completions"
@@ -215,3 +216,20 @@ async def test_health_without_engine_and_coordinator(start: StartRig) -> None:
     async with alone.client.get(alone.url + "/health") as reply:
         assert reply.status == 503
         assert (await reply.json())["coordinator"] is False
+
+
+async def test_a_redirect_does_not_lead_clients_past_the_gateway(rig: Rig) -> None:
+    async def redirect(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"location": str(request.url.with_path("/v1/elsewhere"))})
+
+    rig.engine.handler = redirect
+    async with rig.client.get(rig.url + "/v1/somewhere", allow_redirects=False) as reply:
+        assert (reply.status, reply.headers["location"]) == (307, "/v1/elsewhere")
+
+
+async def test_a_slash_behind_the_path_changes_nothing(rig: Rig) -> None:
+    status, _, _ = await rig.post(CHAT + "/?a=b", BODY)
+    assert status == 200
+    assert rig.engine.requests[0][0] == CHAT + "?a=b"
+    assert rig.coordinator
+    assert await rig.coordinator.until(RequestStarted)

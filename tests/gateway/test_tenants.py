@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ async def test_a_tenants_requests_carry_its_salt_and_not_its_key(start: StartRig
     rig = await start(tenants=TENANTS)
     await rig.post(CHAT, BODY, Authorization="Bearer key-a")
     await rig.post(CHAT, {**BODY, "cache_salt": "mine"}, Authorization="Bearer key-a")
-    await rig.post("/v1/responses", {**BODY, "cache_salt": 5}, Authorization="bearer key-b")
+    await rig.post("/v1/responses", BODY, Authorization="bearer key-b")
     assert [body["cache_salt"] for body in rig.engine.bodies] == ["team%2Fa", "team%2Fa:mine", "b"]
     assert not any("authorization" in headers for _, headers, _ in rig.engine.requests)
     assert rig.coordinator
@@ -50,11 +51,47 @@ async def test_a_tenants_requests_carry_its_salt_and_not_its_key(start: StartRig
     ]
 
 
-async def test_what_cannot_be_salted_is_not_forwarded(start: StartRig) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"temperature": NaN}',
+        b"[1]",
+        '{"model": "m"}'.encode("utf-16"),
+        b'{"cache_salt": 5}',
+        b'{"cache_salt": ""}',
+        b"--x\r\n\r\n--x--",
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/audio/transcriptions"])
+async def test_what_cannot_be_salted_is_not_forwarded(start: StartRig, path: str, body: bytes) -> None:
     rig = await start(tenants=TENANTS)
-    status, _, _ = await rig.post(CHAT, b'{"temperature": NaN}', Authorization="Bearer key-a")
+    status, _, _ = await rig.post(path, body, Authorization="Bearer key-a")
     assert status == 400
     assert not rig.engine.requests
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON", "text/plain", ""])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/", "/v1/messages", "/v1/embeddings"])
+async def test_a_tenants_body_is_salted_whatever_it_claims_to_be(
+    start: StartRig, path: str, kind: str
+) -> None:
+    rig = await start(tenants=TENANTS)
+    headers = {"Authorization": "Bearer key-b", "Content-Type": kind}
+    await rig.post(path, {**BODY, "cache_salt": "team%2Fa"}, **headers)
+    assert rig.engine.bodies[0]["cache_salt"] == "b:team%252Fa"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_tenants_request_without_a_body_needs_none(start: StartRig, method: str) -> None:
+    async def fine(request: web.Request) -> web.Response:
+        return web.Response()
+
+    rig = await start(tenants=TENANTS)
+    rig.engine.handler = fine
+    headers = {"Authorization": "Bearer key-b", "Content-Type": "application/json", "Content-Length": "0"}
+    async with rig.client.request(method, rig.url + "/v1/responses/r1/cancel", headers=headers) as reply:
+        assert reply.status == 200
+    assert len(rig.engine.requests) == 1
 
 
 async def test_without_keys_a_clients_salt_is_its_own(rig: Rig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvpilot.context.chunks import ChunkHasher, parse_hash
@@ -73,9 +73,15 @@ class Resolver:
 
     def tree(self, session: Session) -> Target:
         sessions = self._book.tree(session)
-        threads = [t for s in sessions for t in s.threads.values() if t.owner in self._references]
+        threads = [
+            t for s in sessions for t in s.threads.values() if t.owner in self._references or t.leftover
+        ]
         threads.sort(key=lambda t: -t.last_seen)
-        works = [Work(t.space, tuple(self._references.chunks(t.owner)), t.owner) for t in threads]
+        works = [
+            Work(t.space, tuple(self._references.chunks(t.owner)), t.owner)
+            for t in threads
+            if t.owner in self._references
+        ]
         return Target(sessions, threads, works, whole=True)
 
     def _chunks(self, command: Command, space: Space) -> Target:
@@ -136,16 +142,18 @@ class Resolver:
     def _counted(self, thread: Thread, command: Command) -> tuple[int, int]:
         """A span given in tokens, or in blocks of the engine, the last of which may be part full."""
         size = self._block_size if command.target is TargetKind.BLOCKS else 1
-        total = self._references.length(thread.owner)
+        cut_away = len(thread.leftover) * self._hasher.chunk_size
+        total = max(self._references.length(thread.owner), cut_away)
         if command.end > -(-total // size):
             raise Missing(f"the range ends behind the context, which has {total} tokens")
         return command.start * size, min(command.end * size, total)
 
     def _cut(self, session: Session, thread: Thread, start: int, end: int) -> Target:
-        chunks = self._references.chunks(thread.owner)
+        chunks = thread.leftover or self._references.chunks(thread.owner)
         # A chunk the range only touches holds content that is gone: no context can use it whole any more.
         touched = self._hasher.touched(start, end)
-        work = Work(thread.space, tuple(chunks[touched.start : touched.stop]), thread.owner)
+        left = tuple(chunk for chunk in chunks[touched.start : touched.stop] if chunk)
+        work = Work(thread.space, left, thread.owner)
         return Target([session], [thread], [work], cut=start)
 
     def _span(
@@ -179,15 +187,34 @@ class Resolver:
         return span
 
 
-def evictable(references: ReferenceTable, works: Sequence[Work], owners: Sequence[str]) -> int:
+def evictable(references: ReferenceTable, works: Sequence[Work], owners: Collection[str]) -> int:
     """How many chunks would have no holder left once ``owners`` gave up their references."""
-    mine: dict[Space, Counter[bytes]] = {}
+    wanted: dict[Space, dict[bytes, None]] = {}
+    for work in works:
+        wanted.setdefault(work.space, {}).update(dict.fromkeys(work.chunks))
+    return sum(
+        len(exclusively_held(references, Work(space, tuple(chunks)), owners))
+        for space, chunks in wanted.items()
+    )
+
+
+def exclusively_held(references: ReferenceTable, work: Work, owners: Collection[str]) -> tuple[bytes, ...]:
+    """Those of the work's chunks that nobody but ``owners`` references."""
+    own: Counter[bytes] = Counter()
     for owner in set(owners):
-        if owner in references:
-            mine.setdefault(references.space(owner), Counter()).update(references.chunks(owner))
-    count = 0
-    for space in {work.space for work in works}:
-        chunks = list({chunk for work in works if work.space == space for chunk in work.chunks})
-        own = mine.get(space, Counter())
-        count += sum(n <= own[c] for c, n in zip(chunks, references.holders(space, chunks), strict=True))
-    return count
+        if owner in references and references.space(owner) == work.space:
+            own.update(references.chunks(owner))
+    holders = references.holders(work.space, work.chunks)
+    return tuple(chunk for chunk, n in zip(work.chunks, holders, strict=True) if n <= own[chunk])
+
+
+def disjoint(works: Sequence[Work]) -> list[Work]:
+    """The works without what an earlier one has already."""
+    seen: set[tuple[Space, bytes]] = set()
+    out = []
+    for work in works:
+        chunks = tuple(chunk for chunk in work.chunks if (work.space, chunk) not in seen)
+        seen.update((work.space, chunk) for chunk in chunks)
+        if chunks:
+            out.append(Work(work.space, chunks, work.owner))
+    return out

@@ -202,7 +202,8 @@ class Executor:
         if left:
             reasons.append(f"{left} chunks in use")
         status = OutcomeStatus.CLIPPED if reasons else OutcomeStatus.DONE
-        skipped = len(chunks) - len(safe) - only_host
+        record = self._actions.get(action_id)
+        skipped = (record.skipped if record else 0) + len(chunks) - len(safe) - only_host
         tiers = {Tier.HOST.value: gone}
         self._close(
             action_id, status, confirmed=gone, skipped=skipped, reason="; ".join(reasons), tiers=tiers
@@ -233,9 +234,11 @@ class Executor:
         except BackendError as error:
             self._failed(action_id, error)
             return
-        self._on_change()
         if result.complete:
+            # All is known: a look at the directory now would only take time from the request that follows.
             self._residency.observe_tier(work.space, work.chunks, Tier.HOST, True, self._clock())
+        else:
+            self._on_change()
         status = OutcomeStatus.DONE if result.complete else OutcomeStatus.CLIPPED
         reason = (
             "" if result.complete else f"{result.total - result.found} chunks are nowhere, or found no room"

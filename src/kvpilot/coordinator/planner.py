@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.service import CoordinatorService
@@ -21,6 +22,10 @@ ENDED_KEPT_S = 600.0
 """How long an ended session stays visible."""
 PAUSE_S = 0.05
 """Least time between two plans, so that a burst of events is planned for once."""
+DUTY = 0.1
+"""Share of the time that planning may take from everything else, however many sessions there are."""
+MAX_SESSIONS = 10_000
+"""Beyond it the sessions idle for longest are forgotten before their time."""
 ORPHANS = ""
 
 
@@ -38,11 +43,13 @@ class Planner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), tick_s)
             changed.clear()
+            began = time.monotonic()
             try:
                 self.tick()
             except Exception:
                 log.exception("planning failed; going on")
-            await asyncio.sleep(min(PAUSE_S, tick_s))
+            spent = time.monotonic() - began
+            await asyncio.sleep(max(min(PAUSE_S, tick_s), spent * (1 / DUTY - 1)))
 
     def tick(self) -> list[ActionRecord]:
         """One round; returns the actions started."""
@@ -104,8 +111,14 @@ class Planner:
 
     def _forget_old(self, now: float) -> None:
         self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}
-        for session in list(self._service.book.sessions.values()):
+        sessions = [s for s in self._service.book.sessions.values() if not s.in_flight]
+        for session in sessions:
             idle = now - session.last_seen
             ended = session.state is SessionState.ENDED and idle > ENDED_KEPT_S
-            if not session.in_flight and (ended or idle > self._service.settings.session_idle_s):
+            if ended or idle > self._service.settings.session_idle_s:
+                self._service.forget(session)
+        surplus = len(self._service.book.sessions) - MAX_SESSIONS
+        if surplus > 0:
+            kept = [s for s in sessions if s.key in self._service.book.sessions]
+            for session in sorted(kept, key=lambda s: s.last_seen)[:surplus]:
                 self._service.forget(session)

@@ -7,7 +7,7 @@ and starts nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvpilot.backends.base import Backend
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Work
-from kvpilot.coordinator.commands import Missing, Resolver, Target, evictable
+from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.mapper import Mapped, Mapper
 from kvpilot.coordinator.segmenting import SegmentQueue
@@ -47,6 +47,10 @@ SIGNAL_ACTIONS: dict[SignalKind, ActionKind] = {
     SignalKind.RESUME: ActionKind.PREFETCH,
     SignalKind.TOOL_FINISHED: ActionKind.PREFETCH,
 }
+
+
+TREE_SIGNALS = (SignalKind.END, SignalKind.SUSPEND, SignalKind.RESUME)
+"""What is true of a session's children too when it is said of the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class CoordinatorService:
         self.tasks.changed.set()
         if isinstance(event, RequestStarted):
             started = self.mapper.on_started(event)
+            for thread in self.book.surplus(started.session):
+                self._forget_thread(thread)
             self.on_session(started.session)
             return []
         if isinstance(event, PromptKnown):
@@ -131,9 +137,7 @@ class CoordinatorService:
             self.residency.learn_context(mapped.thread.space, self.references.chunks(mapped.thread.owner))
         dead = list(reversed(mapped.released.chunks))
         thread = mapped.thread
-        if thread.leftover:
-            dead += [c for c in thread.leftover if not self.references.is_live(thread.space, c)]
-            thread.leftover = []
+        dead += self._take_leftover(thread)
         return self._evict_dead(mapped.session, mapped.released.space, dead, "supersession")
 
     def _signalled(self, event: Signal) -> list[ActionRecord]:
@@ -145,6 +149,8 @@ class CoordinatorService:
         if kind is None:
             return []
         target = self.resolver.tree(session)
+        if event.kind in TREE_SIGNALS and self.mode == "kvpilot":
+            self._announce(kind, target.sessions[1:])
         return self._begin(kind, session.tenant, session.id, f"{event.kind.value} signal", target)
 
     # ------------------------------------------------------------ commands
@@ -190,12 +196,17 @@ class CoordinatorService:
         works = [work for work in target.works if work.chunks]
         if not works:
             return [self._final(kind, tenant, session, source, OutcomeStatus.DONE, "nothing held")]
-        begin = self.begin_prefetch if kind is ActionKind.PREFETCH else self.begin_demote
-        return [begin(work, tenant, session, source) for work in works]
+        if kind is ActionKind.PREFETCH:
+            return [self.begin_prefetch(work, tenant, session, source) for work in works]
+        group = frozenset(work.owner for work in works if work.owner is not None)
+        return [self.begin_demote(work, tenant, session, source, group=group) for work in disjoint(works)]
 
     # ------------------------------------------------------------ evict
 
     def _begin_evict(self, tenant: str, session: str | None, source: str, target: Target) -> ActionRecord:
+        if target.whole:
+            cut = [Work(thread.space, tuple(self._leftover(thread))) for thread in target.threads]
+            target.works += [work for work in cut if work.chunks]
         owners = [thread.owner for thread in target.threads] if target.gives_up else []
         planned = evictable(self.references, target.works, owners)
         asked = len({chunk for work in target.works for chunk in work.chunks})
@@ -233,6 +244,8 @@ class CoordinatorService:
                 # The reply that was still being written when this was asked for is released here, too.
                 released = self._give_up(thread, target.cut, dead.get(thread.space, {}))
                 dead.setdefault(thread.space, {}).update(dict.fromkeys(reversed(released)))
+            if target.whole:
+                dead.setdefault(thread.space, {}).update(dict.fromkeys(self._take_leftover(thread)))
         works = [Work(space, tuple(chunks)) for space, chunks in dead.items()] or [Work(Space(""), ())]
         await self.executor.evict(record.id, works[0])
         for work in works[1:]:
@@ -246,6 +259,15 @@ class CoordinatorService:
         for thread in threads:
             if thread.owner in self.references and not thread.in_flight:
                 self.references.drop(thread.owner)
+                thread.leftover = []
+
+    def _leftover(self, thread: Thread) -> list[bytes]:
+        """What range edits left behind their cut and nobody holds, tail first."""
+        return [c for c in reversed(thread.leftover) if c and not self.references.is_live(thread.space, c)]
+
+    def _take_leftover(self, thread: Thread) -> list[bytes]:
+        left, thread.leftover = self._leftover(thread), []
+        return left
 
     def _give_up(self, thread: Thread, cut: int | None, asked: dict[bytes, None]) -> tuple[bytes, ...]:
         """Take the thread's reference away, or, for a range edit, back to where the range began."""
@@ -254,11 +276,11 @@ class CoordinatorService:
             self.on_session(session)
         if cut is None:
             return self.references.drop(thread.owner).chunks
+        before = thread.leftover or self.references.chunks(thread.owner)
         tokens = self.references.tokens(thread.owner)
         if cut < len(tokens):
-            released = self.references.set(thread.owner, thread.space, tokens[:cut])
-            # Behind the range: unusable as a prefix; goes when the next prompt shows the new context.
-            thread.leftover += [chunk for chunk in reversed(released.chunks) if chunk not in asked]
+            self.references.set(thread.owner, thread.space, tokens[:cut])
+        thread.leftover = [b"" if chunk in asked else chunk for chunk in before]
         return ()
 
     def _evict_dead(
@@ -281,13 +303,19 @@ class CoordinatorService:
         source: str,
         limit: int | None = None,
         reason: str = "",
+        group: Collection[str] = (),
     ) -> ActionRecord:
-        """Demote what only the work's owner references; ``limit`` bounds the chunks (taken from the tail)."""
-        holders = self.references.holders(work.space, work.chunks)
-        own = 1 if work.owner is not None else 0
-        exclusive = tuple(c for c, n in zip(work.chunks, holders, strict=True) if n <= own)
+        """Demote what only the work's owner references, or only it and the others of ``group`` (owners that are
+        demoted together); ``limit`` bounds the chunks (taken from the tail)."""
+        own = group or ((work.owner,) if work.owner is not None else ())
+        exclusive = exclusively_held(self.references, work, own)
         planned = min(len(exclusive), limit) if limit is not None else len(exclusive)
         skipped = len(work.chunks) - len(exclusive)
+        if not exclusive:
+            why = "other live sessions use it"
+            return self._final(
+                ActionKind.DEMOTE, tenant, session, source, OutcomeStatus.DONE, why, skipped=skipped
+            )
         work = Work(work.space, exclusive, work.owner)
         record = self._open(
             ActionKind.DEMOTE, tenant, session, source, planned, skipped=skipped, reason=reason, work=work
@@ -332,9 +360,10 @@ class CoordinatorService:
         for session in self.book.sessions.values():
             if session.state is SessionState.ENDED:
                 for thread in session.threads.values():
-                    if thread.owner in self.references:
-                        released = self.references.drop(thread.owner)
-                        self._evict_dead(session, released.space, released.chunks[::-1], "session ended")
+                    held = thread.owner in self.references
+                    dead = [*reversed(self.references.drop(thread.owner).chunks)] if held else []
+                    dead += self._take_leftover(thread)
+                    self._evict_dead(session, thread.space, dead, "session ended")
         for record, work in pending:
             self.actions.adopt(record)
             if work is None or not work.chunks:
@@ -352,11 +381,14 @@ class CoordinatorService:
     def forget(self, session: Session) -> None:
         """Forget a session; what only it referenced is left to the cache layer's own eviction."""
         for thread in session.threads.values():
-            if thread.owner in self.references:
-                self.references.drop(thread.owner)
-            self.segments.forget(thread.owner)
+            self._forget_thread(thread)
         self.book.drop(session)
         self.on_forget(session)
+
+    def _forget_thread(self, thread: Thread) -> None:
+        if thread.owner in self.references:
+            self.references.drop(thread.owner)
+        self.segments.forget(thread.owner)
 
     # ------------------------------------------------------------ records
 

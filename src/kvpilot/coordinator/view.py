@@ -88,7 +88,8 @@ class Reader:
             host=sum(host),
             loadable=self._loadable(tiers),
             exclusive_host=exclusive,
-            forecast=service.mapper.forecast(session, now),
+            # Asked only where something could be moved: most of many sessions have nothing anywhere.
+            forecast=service.mapper.forecast(session, now) if any(tiers) else None,
             expected_at=session.expected_at,
             busy=recent or service.tasks.busy(thread.owner),
             kept=thread.keep_until > now,

@@ -36,6 +36,8 @@ from kvpilot.gateway.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+_BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
+"""Methods whose body, if any, means nothing to the engine."""
 _INFERENCE = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -151,8 +153,10 @@ class Gateway:
         headers = self._upstream.authorize(request_headers(call.raw_headers, {}, keep_length=True))
         body: AsyncIterable[bytes] | bytes | None = None
         async with WhileConnected(receive) as connection:
-            if tenant != DEFAULT_TENANT and call.has_body and "json" in call.headers.get("content-type", ""):
-                body = salted(b"".join([chunk async for chunk in self._body(call, receive)]), tenant)
+            if tenant != DEFAULT_TENANT and call.has_body and call.method not in _BODILESS:
+                # Whatever the body claims to be: what reaches the engine unsalted shares KV with everybody.
+                raw = b"".join([chunk async for chunk in self._body(call, receive)])
+                body = salted(raw, tenant) if raw else raw
                 headers = [(name, value) for name, value in headers if name != b"content-length"]
                 connection.watch()
             elif call.has_body:

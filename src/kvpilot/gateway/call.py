@@ -18,13 +18,14 @@ class Call:
     def __init__(self, scope: Scope) -> None:
         self.id = new_id("r", random.getrandbits(64))
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        # With a slash behind it the engine knows no path, and redirects to where clients cannot go.
+        self.path: str = scope["path"].rstrip("/")
         self.raw_headers: RawHeaders = scope["headers"]
         self.headers = as_mapping(self.raw_headers)
         query: bytes = scope["query_string"]
-        path: bytes = scope.get("raw_path") or self.path.encode()
+        path = (scope.get("raw_path") or self.path.encode()).rstrip(b"/")
         self.target = (path + b"?" + query if query else path).decode("latin-1")
-        """Path and query as the client wrote them."""
+        """Path and query as the client wrote them, without a slash at the path's end."""
 
     @property
     def inside_api(self) -> bool:

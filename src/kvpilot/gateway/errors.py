@@ -38,7 +38,11 @@ def unauthorized() -> GatewayError:
 
 
 def not_an_object() -> GatewayError:
-    return GatewayError(400, "invalid_request_error", "the body is not a JSON object")
+    return GatewayError(400, "invalid_request_error", "the body is not a JSON object (in UTF-8)")
+
+
+def bad_salt() -> GatewayError:
+    return GatewayError(400, "invalid_request_error", "cache_salt is not a non-empty string")
 
 
 def unreachable(url: str) -> GatewayError:

@@ -21,8 +21,9 @@ _IN_ZMQ = 64
 """Messages handed to ZMQ at most; the rest waits here, where it is counted in bytes too."""
 _MAX_BYTES = 64 * 1024 * 1024
 _RETRY_S = 0.01
-_CONNECT_S = 0.1
+_CONNECT_S = 0.4
 """How long a command waits for a coordinator that is just (re)starting."""
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 300
 
 
 class GatewayLink:
@@ -59,8 +60,8 @@ class GatewayLink:
             socket.setsockopt(zmq.SNDHWM, limit)
             # Nothing is queued for a coordinator that is away: commands fail at once, events wait here.
             socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL, 100)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
             socket.connect(endpoint)
         self._reader = asyncio.create_task(self._read_replies())
 

@@ -16,7 +16,7 @@ from kvpilot.gateway.link import GatewayLink
 from kvpilot.gateway.request import Prepared
 from kvpilot.gateway.tools import Tools
 
-_AWAY = "the coordinator did not answer in time; nothing was started for sure"
+_AWAY = "the coordinator did not answer in time; whether anything was started is not known"
 
 
 async def answer(tools: Tools, request: Prepared, call: Call, send: Send) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvpilot.gateway.errors import not_an_object
+from kvpilot.gateway.errors import bad_salt, not_an_object
 from kvpilot.gateway.tenants import DEFAULT_TENANT, tenant_salt
 from kvpilot.hints import HintRequest, Hints, read_hints
 
@@ -88,9 +88,12 @@ def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> bytes:
 
 
 def _apply_salt(fields: Fields, tenant: str) -> str:
-    asked = _text(fields.get("cache_salt"))
+    value = fields.get("cache_salt")
+    asked = _text(value)
     if tenant == DEFAULT_TENANT:
         return asked
+    if not asked and not _is_null(value):
+        raise bad_salt()
     salt = tenant_salt(tenant, asked)
     fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
     return salt
@@ -118,7 +121,7 @@ def _apply_questions(fields: Fields, ask: Collection[str], stream: bool) -> froz
     # Usage moves the fingerprint from the last chunk of each choice to a chunk of its own; that is put
     # back for one choice (see stream.py), so only then is it asked for.
     if USAGE in ask and stream and single_prompt and _is_one(fields.get("n")):
-        options = {} if _is(fields.get(USAGE), b"null", absent=True) else _object(fields[USAGE])
+        options = {} if _is_null(fields.get(USAGE)) else _object(fields[USAGE])
         if options is not None and _is_off(options.get("include_usage")):
             options.pop("continuous_usage_stats", None)
             options["include_usage"] = _TRUE
@@ -127,8 +130,12 @@ def _apply_questions(fields: Fields, ask: Collection[str], stream: bool) -> froz
     return frozenset(added)
 
 
-def _is(value: msgspec.Raw | None, text: bytes, *, absent: bool = False) -> bool:
-    return absent if value is None else bytes(value) == text
+def _is(value: msgspec.Raw | None, text: bytes) -> bool:
+    return value is not None and bytes(value) == text
+
+
+def _is_null(value: msgspec.Raw | None) -> bool:
+    return value is None or bytes(value) == b"null"
 
 
 def _is_off(value: msgspec.Raw | None) -> bool:

@@ -20,7 +20,7 @@ class UpstreamReply:
         self._response = response
         self._upstream = upstream
         self.status = response.status
-        self.headers = response.headers
+        self.headers = [(name, upstream.local(name, value)) for name, value in response.headers]
         self.chunks = response.chunks
         self.read = response.read
 
@@ -60,6 +60,13 @@ class Upstream:
             connect_timeout_s=config.gateway.connect_timeout_s,
             read_timeout_s=config.gateway.read_timeout_s,
         )
+
+    def local(self, name: bytes, value: bytes) -> bytes:
+        """A reply header's value; a redirect to the engine's own address becomes one to the gateway's."""
+        base = self.url.encode()
+        if name == b"location" and value.startswith(base + b"/"):
+            return value[len(base) :]
+        return value
 
     def authorize(self, headers: Headers) -> Headers:
         """``headers`` with what the engine wants to see: its own key, and never a key that is kvpilot's."""

@@ -23,6 +23,8 @@ import blake3
 from kvpilot.context.messages import common_prefix
 from kvpilot.domain import Retention, Segment, SessionRef, SessionState, SignalKind, Space
 
+MAX_THREADS = 64
+"""Conversations under one session id that are kept apart."""
 MAX_INDEXED_POINTS = 64
 """Per thread: how many of its earlier prompts stay recognisable by content."""
 
@@ -63,7 +65,8 @@ class Thread:
     segments: tuple[Segment, ...] = ()
     segments_method: str = ""
     leftover: list[bytes] = field(default_factory=list)
-    """Chunks behind a range edit: unusable as a prefix now, dropped when the next prompt shows the new context."""
+    """The context's chunks as they were before range edits cut it, head first, those edited away empty. What lies
+    behind the cut is unusable as a prefix now and goes when the next prompt shows the new context, or with it."""
     keep_until: float = 0.0
     priority: int = 0
     """What a client last wished for this context: a bias where room is made, gone after a restart."""
@@ -260,6 +263,17 @@ class SessionBook:
             self.sessions[session.parent].children.discard(session.key)
         self.sessions.pop(session.key, None)
 
+    def surplus(self, session: Session) -> list[Thread]:
+        """Forget the session's longest idle threads beyond ``MAX_THREADS``, and return them: an id that is used
+        for everything names no session."""
+        idle = [t for t in session.threads.values() if not t.in_flight]
+        surplus = sorted(idle, key=lambda t: t.last_seen)[: max(0, len(session.threads) - MAX_THREADS)]
+        for thread in surplus:
+            self._unindex(thread)
+            self._owners.pop(thread.owner, None)
+            del session.threads[thread.owner]
+        return surplus
+
     def restore(self, session: Session, threads: Iterable[Thread]) -> None:
         """Put back a session loaded from the store."""
         self.sessions[session.key] = session
@@ -301,7 +315,10 @@ class SessionBook:
         if any(key == s.key for s in self.tree(session)):
             return  # a cycle in what clients say; the first link wins
         session.parent = key
-        self._session(key, explicit=True, now=now).children.add(session.key)
+        named = self._session(key, explicit=True, now=now)
+        if not named.turns:
+            named.state = SessionState.WAITING_HUMAN  # known by name only: nothing of it runs
+        named.children.add(session.key)
 
     @staticmethod
     def _thread_in(
