@@ -138,7 +138,7 @@ def test_dropping_a_session_leaves_no_trace() -> None:
     started = talk.turn(SYSTEM, say("user", "a"))
     talk.book.drop(started.session)
     assert not talk.book.sessions
-    assert not (talk.book._prompts or talk.book._replies or talk.book._heads or talk.book._owners)
+    assert not (talk.book._content or talk.book._owners)
 
 
 @given(
@@ -161,4 +161,4 @@ def test_any_traffic_keeps_the_tree_and_the_indices_consistent(steps: list[tuple
         assert list(started.thread.hashes) == message_hashes({"messages": contexts[who]})
     for session in list(talk.book.sessions.values()):
         talk.book.drop(session)
-    assert not (talk.book._prompts or talk.book._replies or talk.book._heads or talk.book._owners)
+    assert not (talk.book._content or talk.book._owners)
