@@ -27,9 +27,11 @@ from kvpilot.context.messages import common_prefix
 from kvpilot.domain import SessionRef, SessionState, SignalKind, Space
 from kvpilot.sessions.by_content import ContentIndex
 from kvpilot.sessions.kinship import Kinship
+from kvpilot.sessions.labels import Labels
 from kvpilot.sessions.thread import Change, Point, SessionKey, Thread
 
 __all__ = ["Change", "Pause", "Session", "SessionBook", "SessionKey", "Started", "Thread"]
+
 
 @dataclass(slots=True)
 class Session:
@@ -96,12 +98,14 @@ class SessionBook:
         self._owners: dict[str, Thread] = {}
         self._content = ContentIndex()
         self._kinship = Kinship()
+        self._labels = Labels()
         self._serial = 0
 
     # ------------------------------------------------------------ look-ups
 
     def get(self, tenant: str, session_id: str) -> Session | None:
-        return self.sessions.get((tenant, session_id))
+        key = (tenant, session_id)
+        return self.sessions.get(self._labels.session(key) or key)
 
     def find(self, session_id: str) -> list[Session]:
         """Sessions of any tenant with this id."""
@@ -150,7 +154,7 @@ class SessionBook:
         """
         points = _points(tenant, space.salt, hashes)
         thread: Thread | None
-        if ref.id is not None:
+        if ref.id is not None and not self._is_label((tenant, ref.id), points, head):
             session = self._session((tenant, ref.id), explicit=True, now=now)
             self._link(session, ref.parent, now)
             thread, change = self._thread_in(session, space, hashes, head)
@@ -163,6 +167,8 @@ class SessionBook:
                 self._adopt(session, self._kinship.born(session.key, space, _head(hashes, head), now))
             else:
                 session = self.sessions[thread.session]
+        if ref.id is not None and session.id != ref.id:
+            self._labels.alias((tenant, ref.id), session.key)
         if thread is None:
             self._serial += 1
             owner = f"{session.tenant}/{session.id}#{self._serial}"
@@ -196,9 +202,7 @@ class SessionBook:
         thread.answered = asked
         if agents:
             own = _head(thread.hashes, thread.head)
-            for child in self._kinship.called(
-                session.key, thread.space, own, thread.last_seen, agents, now
-            ):
+            for child in self._kinship.called(session.key, thread.space, own, thread.last_seen, agents, now):
                 if child in self.sessions:
                     self._adopt(self.sessions[child], session.key)
         session.last_seen = thread.last_seen = now
@@ -314,12 +318,23 @@ class SessionBook:
             return max(idle, key=lambda t: (common_prefix(t.hashes, hashes), t.last_seen)), Change.BROKEN
         return None, Change.NEW
 
+    def _is_label(self, key: SessionKey, points: Sequence[Point], head: int) -> bool:
+        """Whether an id names a single request, so that content must tell whose it is."""
+        if key in self.sessions:
+            self._labels.came_again(key[0])
+            return False
+        thread = self._content.tip(points, head)
+        if thread is not None and self.sessions[thread.session].turns == 1:
+            self._labels.went_on_under_another(key[0])
+        return self._labels.rotate(key[0])
+
     def _adopt(self, child: Session, parent: SessionKey | None) -> None:
         """Make ``parent`` the parent that a session without ids was found to have."""
-        if parent is not None and child.parent is None and parent in self.sessions:
-            if all(parent != session.key for session in self.tree(child)):
-                child.parent = parent
-                self.sessions[parent].children.add(child.key)
+        if parent is None or child.parent is not None or parent not in self.sessions:
+            return
+        if all(parent != session.key for session in self.tree(child)):
+            child.parent = parent
+            self.sessions[parent].children.add(child.key)
 
     def _remember(self, thread: Thread, hashes: list[bytes], head: int, points: Sequence[Point]) -> None:
         self._content.moved(thread, points, common_prefix(thread.hashes, hashes))

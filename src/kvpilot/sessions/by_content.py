@@ -21,8 +21,6 @@ MAX_POINTS = 64
 MIN_SUMMARY, MAX_SUMMARY = 200, 64 * 1024
 """Characters of a reply that is looked for inside a new context: shorter ones may turn up anywhere by chance."""
 MAX_SUMMARIES = 256
-OPENING_MESSAGES = 3
-"""Among so many leading messages of a compacted context its summary is."""
 
 _K = TypeVar("_K")
 
@@ -56,9 +54,7 @@ class ContentIndex:
         thread = thread or self._summarised(space, points, head, opening)
         return (thread, Change.BROKEN) if thread is not None else (None, Change.NEW)
 
-    def _continued(
-        self, space: Space, points: Sequence[Point], head: int, *, whole: bool
-    ) -> Thread | None:
+    def _continued(self, space: Space, points: Sequence[Point], head: int, *, whole: bool) -> Thread | None:
         for n in range(len(points), head, -1):
             there = [t for t in self._tips.get(points[n - 1], ()) if t.space == space]
             idle = [t for t in there if not t.in_flight]
@@ -102,6 +98,14 @@ class ContentIndex:
                 and any(thread.last_text in text for text in opening)
             ):
                 return thread
+        return None
+
+    def tip(self, points: Sequence[Point], head: int) -> Thread | None:
+        """An idle thread whose last prompt, and a reply to it, this prompt goes on from."""
+        for n in range(len(points) - 1, head, -1):
+            for thread in self._tips.get(points[n - 1], ()):
+                if not thread.in_flight:
+                    return thread
         return None
 
     def relative(self, point: Point) -> Thread | None:

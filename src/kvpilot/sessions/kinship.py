@@ -45,7 +45,7 @@ class Kinship:
         self._orphans: list[_Orphan] = []
 
     def born(self, session: SessionKey, space: Space, head: bytes, now: float) -> SessionKey | None:
-        """A session begins at ``now``; its parent, if one waits for it. ``head`` names its tools and system messages."""
+        """A session begins at ``now``, its tools and system messages named by ``head``; its parent, if one waits."""
         self._calls = [call for call in self._calls if call.left and now - call.at <= AFTER_CALL_S]
         self._orphans = [orphan for orphan in self._orphans if now - orphan.at <= BEFORE_END_S]
         waiting = [
