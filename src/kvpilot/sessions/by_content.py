@@ -18,8 +18,9 @@ from kvpilot.sessions.thread import Change, Point, Thread
 
 MAX_POINTS = 64
 """Per conversation: how many of its earlier prompts stay recognisable."""
-MIN_SUMMARY, MAX_SUMMARY = 200, 64 * 1024
-"""Characters of a reply that is looked for inside a new context: shorter ones may turn up anywhere by chance."""
+MIN_QUOTED, MIN_SUMMARY, MAX_SUMMARY = 40, 200, 64 * 1024
+"""Characters of a reply that is looked for in a new context, as a whole message or (from 200) as part of one:
+shorter ones may turn up anywhere by chance."""
 MAX_SUMMARIES = 256
 
 _K = TypeVar("_K")
@@ -95,7 +96,7 @@ class ContentIndex:
                 and len(thread.hashes) > begin
                 and len(points) > begin
                 and thread.hashes[begin] == points[begin][2]
-                and any(thread.last_text in text for text in opening)
+                and any(_quotes(text, thread.last_text) for text in opening)
             ):
                 return thread
         return None
@@ -142,7 +143,7 @@ class ContentIndex:
     def told(self, thread: Thread, text: str) -> None:
         """The thread's last reply, as long as it called no tools; empty: nothing that could be a summary."""
         self._texts.pop(thread.owner, None)
-        thread.last_text = text.strip() if MIN_SUMMARY <= len(text) <= MAX_SUMMARY else ""
+        thread.last_text = text.strip() if MIN_QUOTED <= len(text) <= MAX_SUMMARY else ""
         if thread.last_text:
             self._texts[thread.owner] = thread
             if len(self._texts) > MAX_SUMMARIES:
@@ -174,6 +175,10 @@ def _retraces(points: Sequence[Point], thread: Thread) -> bool:
     """Whether the prompt is a beginning of what the thread has had already."""
     n = len(points)
     return 0 < n <= len(thread.hashes) and thread.hashes[n - 1] == points[-1][2]
+
+
+def _quotes(text: str, reply: str) -> bool:
+    return reply in text if len(reply) >= MIN_SUMMARY else reply == text.strip()
 
 
 def _take(index: dict[_K, list[Thread]], key: _K, thread: Thread) -> None:
