@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,14 +38,23 @@ class Talk:
             head=head,
             request_id=f"r{self.count}",
             now=self.now,
+            opening=[m["content"] for m in messages if m["role"] != "system"],
         )
 
     def turn(
-        self, *messages: dict[str, str], session: str | None = None, parent: str | None = None
+        self,
+        *messages: dict[str, str],
+        session: str | None = None,
+        parent: str | None = None,
+        tools: tuple[str, ...] = (),
+        text: str = "",
+        agents: int = 0,
     ) -> Started:
         started = self.ask(*messages, session=session, parent=parent)
         self.now += 1.0
-        self.book.finish(started.session, started.thread, tools=(), asked=True, now=self.now)
+        self.book.finish(
+            started.session, started.thread, tools=tools, asked=True, now=self.now, text=text, agents=agents
+        )
         return started
 
 
@@ -138,7 +148,7 @@ def test_dropping_a_session_leaves_no_trace() -> None:
     started = talk.turn(SYSTEM, say("user", "a"))
     talk.book.drop(started.session)
     assert not talk.book.sessions
-    assert not (talk.book._prompts or talk.book._replies or talk.book._heads or talk.book._owners)
+    assert not (talk.book._content or talk.book._owners)
 
 
 @given(
@@ -161,4 +171,88 @@ def test_any_traffic_keeps_the_tree_and_the_indices_consistent(steps: list[tuple
         assert list(started.thread.hashes) == message_hashes({"messages": contexts[who]})
     for session in list(talk.book.sessions.values()):
         talk.book.drop(session)
-    assert not (talk.book._prompts or talk.book._replies or talk.book._heads or talk.book._owners)
+    assert not (talk.book._content or talk.book._owners)
+
+
+SUMMARY = "We were asked to fix the build; the cause is a missing flag in the second stage. " * 4
+
+
+def test_a_compaction_is_known_by_its_summary() -> None:
+    talk = Talk()
+    old = [SYSTEM, say("user", "a"), say("assistant", "b"), say("user", "summarise")]
+    first = talk.turn(*old[:2])
+    asked = talk.turn(*old, text=SUMMARY)
+    assert asked.session is first.session
+    compacted = talk.turn(SYSTEM, say("user", f"This goes on from before. {SUMMARY} Go on."))
+    assert compacted.session is first.session
+    assert compacted.change is Change.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("text", "tools"), [("ok", ()), (SUMMARY, ("bash",))], ids=["too short", "not a last word"]
+)
+def test_a_quoted_reply_alone_is_no_summary(text: str, tools: tuple[str, ...]) -> None:
+    talk = Talk()
+    first = talk.turn(SYSTEM, say("user", "a"), text=text, tools=tools)
+    other = talk.turn(SYSTEM, say("user", text))
+    assert other.session is not first.session
+
+
+def test_a_copy_of_a_conversation_is_one_of_its_own_from_its_second_turn_on() -> None:
+    talk = Talk()
+    history = [SYSTEM, say("user", "a")]
+    for n in range(4):
+        original = talk.turn(*history)
+        history += [say("assistant", f"r{n}"), say("user", f"u{n}")]
+    copies = [talk.turn(*history[: 4 + 2 * n]) for n in range(2)]
+    assert copies[0].session is not original.session
+    assert copies[1].session is copies[0].session
+    assert talk.turn(*history).session is original.session
+    assert [copy.change for copy in copies] == [Change.NEW, Change.CONTINUED]
+
+
+def test_a_stateless_client_that_repeats_itself_is_one_session() -> None:
+    talk = Talk()
+    assert len({talk.turn(SYSTEM, say("user", "a")).session.id for _ in range(5)}) == 1
+
+
+def test_ids_that_rotate_are_seen_through() -> None:
+    talk = Talk()
+    talks = [[SYSTEM, say("user", f"task {n}")] for n in range(3)]
+    for turn in range(6):
+        for number, messages in enumerate(talks):
+            started = talk.turn(*messages, session=f"label-{number}-{turn}")
+            assert talk.book.get("t", f"label-{number}-{turn}") is started.session
+            messages += [say("assistant", f"r{turn}"), say("user", f"u{turn}")]
+    for number in range(3):
+        found = {id(talk.book.get("t", f"label-{number}-{turn}")) for turn in range(1, 6)}
+        assert len(found) == 1
+
+
+def test_ids_that_come_again_are_believed_when_a_conversation_goes_on_under_another() -> None:
+    talk = Talk()
+    messages = [SYSTEM, say("user", "a")]
+    talk.turn(*messages, session="a")
+    talk.turn(*messages, session="a")
+    for n in range(3):
+        branch = [*messages, say("assistant", "r"), say("user", f"branch {n}")]
+        assert talk.turn(*branch, session=f"branch-{n}").session.id == f"branch-{n}"
+        assert talk.turn(*branch, say("assistant", "x"), session=f"branch-{n}").session.id == f"branch-{n}"
+
+
+def test_an_agent_called_by_a_reply_is_the_childs_parent() -> None:
+    talk = Talk()
+    main = talk.turn(SYSTEM, say("user", "a"), tools=("Task", "Task"), agents=2)
+    talk.now -= 0.5
+    children = [talk.ask(say("system", f"helper {n}"), say("user", "do")) for n in range(3)]
+    assert [child.session.parent for child in children] == [main.session.key, main.session.key, None]
+    assert talk.book.tree(main.session) == [main.session, *(c.session for c in children[:2])]
+
+
+def test_an_agent_that_starts_before_its_parents_reply_has_ended_is_its_child() -> None:
+    talk = Talk()
+    main = talk.ask(SYSTEM, say("user", "a"))
+    child = talk.ask(say("system", "helper"), say("user", "do"))
+    assert child.session.parent is None
+    talk.book.finish(main.session, main.thread, tools=["Task"], asked=True, now=talk.now + 1, agents=1)
+    assert child.session.parent == main.session.key

@@ -20,6 +20,7 @@ COMMAND_MODULES = (
     "kvpilot.cli.inspect",
     "kvpilot.cli.replay",
     "kvpilot.cli.bench",
+    "kvpilot.cli.eval",
     "kvpilot.cli.demo",
 )
 """In the order in which ``kvpilot --help`` lists their commands."""

@@ -63,7 +63,9 @@ def pieces_of(message: Mapping[str, Any], tool_names: Mapping[str, str]) -> list
         if name in _SKILL_TOOLS:
             kind = SegmentKind.SKILL
     return [
-        Piece(_marked(text, kind), (_shapes(text),), name) for text in _texts(message.get("content")) if text
+        Piece(_marked(text, kind), (_shapes(text),), name)
+        for text in texts_of(message.get("content"))
+        if text
     ]
 
 
@@ -95,7 +97,7 @@ def _assistant(message: Mapping[str, Any]) -> Iterator[Piece]:
     reasoning = message.get("reasoning", message.get("reasoning_content"))
     if isinstance(reasoning, str) and reasoning.strip():
         yield Piece(SegmentKind.THINKING, (_shapes(reasoning),))
-    for text in _texts(message.get("content")):
+    for text in texts_of(message.get("content")):
         thought, mark, answer = text.partition("</think>")
         if mark and thought.replace("<think>", "").strip():
             yield Piece(SegmentKind.THINKING, (_shapes(thought.replace("<think>", "")),))
@@ -130,7 +132,7 @@ def _argument_shapes(function: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(shape for shape in shapes if shape))
 
 
-def _texts(content: Any) -> list[str]:
+def texts_of(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part_text(part) for part in content] if isinstance(content, Sequence) else []

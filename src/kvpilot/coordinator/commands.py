@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvpilot.context.chunks import ChunkHasher, parse_hash
+from kvpilot.context.conversation import Body, content_hashes, decode_body
 from kvpilot.context.messages import common_prefix
 from kvpilot.context.segments import SegmentedPrompt, spans_of_messages, spans_of_tools
 from kvpilot.coordinator.actions import Work
-from kvpilot.coordinator.mapper import Body, content_hashes, decode_body
 from kvpilot.domain import Command, Space, TargetKind
 from kvpilot.sessions.book import Session, SessionBook, Thread
 from kvpilot.sessions.references import ReferenceTable

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import numpy as np
 
-from kvpilot.context.messages import message_hashes
+from kvpilot.context.conversation import (
+    Body,
+    content_hashes,
+    decode_body,
+    head_length,
+    opening_texts,
+    read_reply,
+)
 from kvpilot.context.tokens import PromptParser, parse_tokens
 from kvpilot.domain import (
     PromptKnown,
@@ -25,11 +30,6 @@ from kvpilot.domain import (
 from kvpilot.forecast import Forecast, GapForecaster
 from kvpilot.sessions.book import Change, Pause, Session, SessionBook, Started, Thread
 from kvpilot.sessions.references import ReferenceTable, Released
-
-Body = Mapping[str, Any]
-
-PROMPT_BLOCK = 512
-"""Characters (or token ids) of a completion's prompt that stand for one message when it is told apart by content."""
 
 
 @dataclass(slots=True)
@@ -67,48 +67,6 @@ class Mapped:
     reply: bytes
     released: Released
     change: Change
-
-
-def decode_body(raw: bytes) -> Body:
-    """The request's JSON object; an empty one for anything else (the engine will have refused it)."""
-    try:
-        body = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-def head_length(body: Body) -> int:
-    """How many leading entries of ``message_hashes(body)`` are tools and system messages; 0 if neither is there."""
-    messages = body.get("messages")
-    system = 0
-    for message in messages if isinstance(messages, list) else ():
-        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
-            break
-        system += 1
-    return 1 + system if system or body.get("tools") else 0
-
-
-def content_hashes(body: Body) -> list[bytes]:
-    """``message_hashes`` of a chat request; of a text completion, its prompt in blocks that are complete."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str | list) and "messages" not in body:
-        whole = len(prompt) // PROMPT_BLOCK * PROMPT_BLOCK
-        return message_hashes(
-            {"messages": [prompt[i : i + PROMPT_BLOCK] for i in range(0, whole, PROMPT_BLOCK)]}
-        )
-    return message_hashes(body)
-
-
-def tool_names(reply: bytes) -> list[str]:
-    """Names of the tool calls in a reply's message (JSON)."""
-    calls = decode_body(reply).get("tool_calls")
-    names = []
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        names.append(name if isinstance(name, str) else "?")
-    return names
 
 
 def pause_keys(session: Session, state: SessionState, tools: Sequence[str]) -> tuple[list[str], str]:
@@ -153,6 +111,8 @@ class Mapper:
             head=head,
             request_id=event.request_id,
             now=event.at,
+            opening=opening_texts(body),
+            whole="messages" in body,
         )
         if event.retention is not None:
             started.thread.retain(event.retention, event.at)
@@ -188,7 +148,16 @@ class Mapper:
             return None
         session, thread = pending.started.session, pending.started.thread
         complete = event.status < 400 and not event.aborted
-        self.book.finish(session, thread, tools=tool_names(event.message), asked=complete, now=event.at)
+        reply = read_reply(event.message)
+        self.book.finish(
+            session,
+            thread,
+            tools=reply.tools,
+            asked=complete,
+            now=event.at,
+            text=reply.text,
+            agents=reply.agents,
+        )
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:

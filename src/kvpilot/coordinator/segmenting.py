@@ -8,9 +8,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvpilot.context.conversation import decode_body
 from kvpilot.context.messages import common_prefix
 from kvpilot.context.segments import PreviousMap, SegmentedPrompt, Segmenter
-from kvpilot.coordinator.mapper import Mapped, decode_body
+from kvpilot.coordinator.mapper import Mapped
 from kvpilot.domain import TokenArray
 from kvpilot.sessions.book import Thread
 

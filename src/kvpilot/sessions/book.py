@@ -9,71 +9,31 @@ How a request finds its thread (``SessionBook.start``): with an id, inside that 
 messages are a prefix of the new ones is *continued*; otherwise an idle thread with the same head (tools and
 system messages) has had its context *broken* (compacted, cleared, rewound); otherwise it is a new thread. Without an id
 the same by content over the tenant: a continuation needs the whole known prompt as prefix, a break needs that
-a reply this thread received is part of the new prompt; sharing only the head is a new session.
+a reply this thread received is part of the new prompt (or, as text, of its first messages: a summary); sharing only
+the head is a new session. See ``by_content``.
+
+A new session without an id that starts while another one's reply has called agents is that one's child: the one
+whose call is nearest in time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import blake3
 
 from kvpilot.context.messages import common_prefix
-from kvpilot.domain import Retention, Segment, SessionRef, SessionState, SignalKind, Space
+from kvpilot.domain import SessionRef, SessionState, SignalKind, Space
+from kvpilot.sessions.by_content import ContentIndex
+from kvpilot.sessions.kinship import Kinship
+from kvpilot.sessions.labels import Labels
+from kvpilot.sessions.thread import Change, Point, SessionKey, Thread
+
+__all__ = ["MAX_THREADS", "Change", "Pause", "Session", "SessionBook", "SessionKey", "Started", "Thread"]
 
 MAX_THREADS = 64
 """Conversations under one session id that are kept apart."""
-MAX_INDEXED_POINTS = 64
-"""Per thread: how many of its earlier prompts stay recognisable by content."""
-
-
-SessionKey = tuple[str, str]
-"""(tenant, session id): equal ids of two tenants are two sessions."""
-
-
-Point = tuple[str, str, bytes]
-"""(tenant, salt, hash): a place in a conversation. Hashes are chained, so one names everything before it."""
-
-
-class Change(StrEnum):
-    """How a request's context relates to what its thread had before."""
-
-    NEW = "new"
-    CONTINUED = "continued"
-    BROKEN = "broken"
-
-
-@dataclass(slots=True)
-class Thread:
-    """One growing conversation. ``owner`` names its reference in the reference table."""
-
-    owner: str
-    session: SessionKey
-    space: Space
-    hashes: list[bytes] = field(default_factory=list)
-    """Chained content hashes of the last prompt: tools first, then one per message."""
-    head: int = 0
-    """How many leading entries of ``hashes`` are tools and system messages; 0 when there are neither."""
-    in_flight: int = 0
-    turns: int = 0
-    last_seen: float = 0.0
-    prompt_ends: list[int] = field(default_factory=list)
-    """Lengths of ``hashes`` at earlier requests, oldest first."""
-    indexed: list[Point] = field(default_factory=list)
-    segments: tuple[Segment, ...] = ()
-    segments_method: str = ""
-    leftover: list[bytes] = field(default_factory=list)
-    """The context's chunks as they were before range edits cut it, head first, those edited away empty. What lies
-    behind the cut is unusable as a prefix now and goes when the next prompt shows the new context, or with it."""
-    keep_until: float = 0.0
-    priority: int = 0
-    """What a client last wished for this context: a bias where room is made, gone after a restart."""
-
-    def retain(self, wish: Retention, now: float) -> None:
-        """Take a wish to be kept; it replaces an earlier one."""
-        self.keep_until, self.priority = now + wish.ttl_s, wish.priority
 
 
 @dataclass(slots=True)
@@ -129,21 +89,26 @@ def _points(tenant: str, salt: str, hashes: Sequence[bytes]) -> list[Point]:
     return [(tenant, salt, item) for item in hashes]
 
 
+def _head(hashes: Sequence[bytes], head: int) -> bytes:
+    return hashes[head - 1] if 0 < head <= len(hashes) else b""
+
+
 class SessionBook:
     """All sessions of one engine. Not thread-safe: it lives on the coordinator's event loop."""
 
     def __init__(self) -> None:
         self.sessions: dict[SessionKey, Session] = {}
         self._owners: dict[str, Thread] = {}
-        self._prompts: dict[Point, Thread] = {}
-        self._replies: dict[Point, Thread] = {}
-        self._heads: dict[Point, Thread] = {}
+        self._content = ContentIndex()
+        self._kinship = Kinship()
+        self._labels = Labels()
         self._serial = 0
 
     # ------------------------------------------------------------ look-ups
 
     def get(self, tenant: str, session_id: str) -> Session | None:
-        return self.sessions.get((tenant, session_id))
+        key = (tenant, session_id)
+        return self.sessions.get(self._labels.session(key) or key)
 
     def find(self, session_id: str) -> list[Session]:
         """Sessions of any tenant with this id."""
@@ -182,22 +147,31 @@ class SessionBook:
         head: int,
         request_id: str,
         now: float,
+        opening: Sequence[str] = (),
+        whole: bool = True,
     ) -> Started:
-        """A request begins; see the module's text for the rules."""
+        """A request begins; see the module's text for the rules.
+
+        ``opening``: texts of the first messages behind the head. ``whole``: the hashes name the whole prompt, so
+        that equal ones are equal prompts.
+        """
         points = _points(tenant, space.salt, hashes)
         thread: Thread | None
-        if ref.id is not None:
+        if ref.id is not None and not self._is_label((tenant, ref.id), points, head):
             session = self._session((tenant, ref.id), explicit=True, now=now)
             self._link(session, ref.parent, now)
             thread, change = self._thread_in(session, space, hashes, head)
         else:
-            thread, change = self._thread_by_content(hashes, head, points, space)
+            thread, change = self._content.find(space, points, head, opening, whole=whole)
             if thread is None:
                 session = self._session(
                     (tenant, self._content_id(tenant, request_id)), explicit=False, now=now
                 )
+                self._adopt(session, self._kinship.born(session.key, space, _head(hashes, head), now))
             else:
                 session = self.sessions[thread.session]
+        if ref.id is not None and session.id != ref.id:
+            self._labels.alias((tenant, ref.id), session.key)
         if thread is None:
             self._serial += 1
             owner = f"{session.tenant}/{session.id}#{self._serial}"
@@ -210,15 +184,33 @@ class SessionBook:
         session.turns += 1
         thread.turns += 1
         thread.in_flight += 1
+        thread.answered = False
         self._remember(thread, list(hashes), head, points)
         return Started(session=session, thread=thread, change=change, pause=pause)
 
     def finish(
-        self, session: Session, thread: Thread, *, tools: Sequence[str], asked: bool, now: float
+        self,
+        session: Session,
+        thread: Thread,
+        *,
+        tools: Sequence[str],
+        asked: bool,
+        now: float,
+        text: str = "",
+        agents: int = 0,
     ) -> None:
-        """A request ended. ``tools``: names of the tool calls in the reply; ``asked``: the reply is complete."""
+        """A request ended. ``tools``: names of the tool calls in the reply, ``agents`` of which start agents;
+        ``text``: what it says; ``asked``: the reply is complete."""
         thread.in_flight = max(0, thread.in_flight - 1)
+        thread.answered = asked
+        if agents:
+            own = _head(thread.hashes, thread.head)
+            for child in self._kinship.called(session.key, thread.space, own, thread.last_seen, agents, now):
+                if child in self.sessions:
+                    self._adopt(self.sessions[child], session.key)
         session.last_seen = thread.last_seen = now
+        if thread.owner in self._owners:
+            self._content.told(thread, "" if tools or not asked else text)
         if session.in_flight or session.state is not SessionState.RUNNING:
             return
         session.since = now
@@ -254,7 +246,7 @@ class SessionBook:
     def drop(self, session: Session) -> None:
         """Forget a session and its threads (its children live on, without a parent)."""
         for thread in session.threads.values():
-            self._unindex(thread)
+            self._content.forget(thread)
             self._owners.pop(thread.owner, None)
         for child in session.children:
             if child in self.sessions:
@@ -269,7 +261,7 @@ class SessionBook:
         idle = [t for t in session.threads.values() if not t.in_flight]
         surplus = sorted(idle, key=lambda t: t.last_seen)[: max(0, len(session.threads) - MAX_THREADS)]
         for thread in surplus:
-            self._unindex(thread)
+            self._content.forget(thread)
             self._owners.pop(thread.owner, None)
             del session.threads[thread.owner]
         return surplus
@@ -293,7 +285,7 @@ class SessionBook:
         """A thread that begins with the same tools and system messages, whoever's it is; None if unknown."""
         if not head:
             return None
-        return self._heads.get((tenant, salt, hashes[head - 1]))
+        return self._content.relative((tenant, salt, hashes[head - 1]))
 
     # ------------------------------------------------------------ inside
 
@@ -343,53 +335,29 @@ class SessionBook:
             return max(idle, key=lambda t: (common_prefix(t.hashes, hashes), t.last_seen)), Change.BROKEN
         return None, Change.NEW
 
-    def _thread_by_content(
-        self, hashes: Sequence[bytes], head: int, points: Sequence[Point], space: Space
-    ) -> tuple[Thread | None, Change]:
-        for n in range(len(points), head, -1):
-            thread = self._prompts.get(points[n - 1])
-            if thread is not None and thread.space == space and len(thread.hashes) == n:
-                if n == len(points) and thread.in_flight:
-                    break  # the very same prompt twice at once: two conversations, not one
-                return thread, Change.CONTINUED
-        for n in range(len(points), head + 1, -1):
-            thread = self._replies.get(points[n - 1])
-            if thread is not None and thread.space == space and not thread.in_flight:
-                return thread, Change.BROKEN
-        return None, Change.NEW
+    def _is_label(self, key: SessionKey, points: Sequence[Point], head: int) -> bool:
+        """Whether an id names a single request, so that content must tell whose it is."""
+        if key in self.sessions:
+            self._labels.came_again(key[0])
+            return False
+        thread = self._content.tip(points, head)
+        if thread is not None and self.sessions[thread.session].turns == 1:
+            self._labels.went_on_under_another(key[0])
+        return self._labels.rotate(key[0])
+
+    def _adopt(self, child: Session, parent: SessionKey | None) -> None:
+        """Make ``parent`` the parent that a session without ids was found to have."""
+        if parent is None or child.parent is not None or parent not in self.sessions:
+            return
+        if all(parent != session.key for session in self.tree(child)):
+            child.parent = parent
+            self.sessions[parent].children.add(child.key)
 
     def _remember(self, thread: Thread, hashes: list[bytes], head: int, points: Sequence[Point]) -> None:
-        kept = common_prefix(thread.hashes, hashes)
-        thread.prompt_ends = [end for end in thread.prompt_ends if end <= kept][-MAX_INDEXED_POINTS:]
-        # The entry behind an earlier prompt is the reply that prompt received.
-        for end in thread.prompt_ends:
-            if end < len(points):
-                self._replies[points[end]] = thread
-                thread.indexed.append(points[end])
+        self._content.moved(thread, points, common_prefix(thread.hashes, hashes))
         thread.hashes, thread.head = hashes, head
-        if points:
-            self._prompts[points[-1]] = thread
-            thread.indexed.append(points[-1])
-            if head:
-                self._heads[points[head - 1]] = thread
-                thread.indexed.append(points[head - 1])
-        thread.prompt_ends.append(len(hashes))
-        if len(thread.indexed) > 4 * MAX_INDEXED_POINTS:
-            stale, thread.indexed = (
-                thread.indexed[: -2 * MAX_INDEXED_POINTS],
-                thread.indexed[-2 * MAX_INDEXED_POINTS :],
-            )
-            self._remove_points(thread, set(stale) - set(thread.indexed))
-
-    def _unindex(self, thread: Thread) -> None:
-        self._remove_points(thread, set(thread.indexed))
-        thread.indexed = []
-
-    def _remove_points(self, thread: Thread, points: Iterable[Point]) -> None:
-        for point in points:
-            for index in (self._prompts, self._replies, self._heads):
-                if index.get(point) is thread:
-                    del index[point]
+        if head and points:
+            self._content.begins_with(thread, points[head - 1])
 
     @staticmethod
     def _set_state(session: Session, state: SessionState, now: float) -> None:

@@ -1,0 +1,100 @@
+"""What requests and replies say: their places, their texts, the tools they call. Never raises on what was sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvpilot.context.messages import message_hashes
+from kvpilot.context.pieces import texts_of
+
+Body = Mapping[str, Any]
+
+OPENING_MESSAGES = 3
+"""Among so many leading messages of a compacted context its summary is."""
+PROMPT_BLOCK = 512
+"""Characters (or token ids) of a completion's prompt that stand for one message when it is told apart by content."""
+
+
+def decode_body(raw: bytes) -> Body:
+    """The request's JSON object; an empty one for anything else (the engine will have refused it)."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def head_length(body: Body) -> int:
+    """How many leading entries of ``message_hashes(body)`` are tools and system messages; 0 if neither is there."""
+    messages = body.get("messages")
+    system = 0
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            break
+        system += 1
+    return 1 + system if system or body.get("tools") else 0
+
+
+def content_hashes(body: Body) -> list[bytes]:
+    """``message_hashes`` of a chat request; of a text completion, its prompt in blocks that are complete."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str | list) and "messages" not in body:
+        whole = len(prompt) // PROMPT_BLOCK * PROMPT_BLOCK
+        return message_hashes(
+            {"messages": [prompt[i : i + PROMPT_BLOCK] for i in range(0, whole, PROMPT_BLOCK)]}
+        )
+    return message_hashes(body)
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """What a chat message says, without what was thought; blocks of text are joined."""
+    return "".join(texts_of(message.get("content"))).rpartition("</think>")[2].strip()
+
+
+def opening_texts(body: Body) -> list[str]:
+    """Texts of the first messages of a chat that are not the system's."""
+    messages = body.get("messages")
+    own = [
+        message
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") not in ("system", "developer")
+    ]
+    return [message_text(message) for message in own[:OPENING_MESSAGES]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReply:
+    """What a reply's message says and calls; ``agents`` of its tool calls start a sub-agent."""
+
+    text: str
+    tools: list[str]
+    agents: int
+
+
+def read_reply(message: bytes) -> ReadReply:
+    reply = decode_body(message)
+    calls = reply.get("tool_calls")
+    tools, agents = [], 0
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments")
+        tools.append(name if isinstance(name, str) else "?")
+        agents += starts_agent(tools[-1], arguments if isinstance(arguments, str) else "")
+    return ReadReply(message_text(reply), tools, agents)
+
+
+_AGENT_TOOLS = re.compile(
+    r"(?i)^(task|agent|(spawn|run|start|launch|delegate|dispatch|call|invoke)_?(to_?)?(sub_?)?(task|agent))$"
+)
+_AGENT_ARGUMENT = re.compile(r'"(subagent_type|subagent|agent_type)"\s*:')
+
+
+def starts_agent(tool: str, arguments: str) -> bool:
+    """Whether a tool call starts a sub-agent: by its name, or by an argument that names one (Claude Code, OpenCode)."""
+    return _AGENT_TOOLS.match(tool) is not None or _AGENT_ARGUMENT.search(arguments) is not None

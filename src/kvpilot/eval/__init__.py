@@ -1,0 +1,1 @@
+"""How well kvpilot understands recorded agents."""

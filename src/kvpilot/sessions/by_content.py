@@ -1,0 +1,189 @@
+"""Finding the conversation a request goes on with by its content alone.
+
+Chained hashes name places in conversations: one hash, everything before it. A conversation is known by its *tip*
+(its last prompt), by the replies it received, by the tip a break left behind, and by the last text it was given
+(a summary comes back inside the compacted context).
+
+Pure state. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from kvpilot.domain import Space
+from kvpilot.sessions.thread import Change, Point, Thread
+
+MAX_POINTS = 64
+"""Per conversation: how many of its earlier prompts stay recognisable."""
+MIN_QUOTED, MIN_SUMMARY, MAX_SUMMARY = 40, 200, 64 * 1024
+"""Characters of a reply that is looked for in a new context, as a whole message or (from 200) as part of one:
+shorter ones may turn up anywhere by chance."""
+MAX_SUMMARIES = 256
+
+_K = TypeVar("_K")
+
+
+class ContentIndex:
+    """Places in conversations → the threads that were there."""
+
+    def __init__(self) -> None:
+        self._tips: dict[Point, list[Thread]] = {}
+        self._replies: dict[Point, list[Thread]] = {}
+        self._left: dict[Point, list[Thread]] = {}
+        self._heads: dict[Point, list[Thread]] = {}
+        self._texts: OrderedDict[str, Thread] = OrderedDict()
+        """Threads by owner whose last reply may be a summary, the latest last."""
+
+    def __bool__(self) -> bool:
+        return bool(self._tips or self._replies or self._left or self._heads or self._texts)
+
+    def find(
+        self, space: Space, points: Sequence[Point], head: int, opening: Sequence[str], *, whole: bool
+    ) -> tuple[Thread | None, Change]:
+        """The conversation a prompt belongs to, and how it relates to what that had before.
+
+        ``points``: places of the prompt, head first, ``head`` of them tools and system messages. ``opening``:
+        texts of its first messages behind those. ``whole``: the last place names the whole prompt.
+        """
+        thread = self._continued(space, points, head, whole=whole)
+        if thread is not None:
+            return thread, Change.CONTINUED
+        thread = self._broken(space, points, head)
+        thread = thread or self._summarised(space, points, head, opening)
+        return (thread, Change.BROKEN) if thread is not None else (None, Change.NEW)
+
+    def _continued(self, space: Space, points: Sequence[Point], head: int, *, whole: bool) -> Thread | None:
+        for n in range(len(points), head, -1):
+            there = [t for t in self._tips.get(points[n - 1], ()) if t.space == space]
+            idle = [t for t in there if not t.in_flight]
+            if n < len(points):
+                there = idle or there
+            elif whole:
+                # The very same prompt again: a retry, a stateless client, or else a copy of this conversation
+                # that has come as far as it.
+                there = [t for t in idle if not t.answered or len(t.prompt_ends) == 1]
+            else:
+                there = idle
+            if there:
+                # Copies of one conversation cannot be told apart here; they take turns.
+                return min(there, key=lambda t: t.last_seen)
+        return None
+
+    def _broken(self, space: Space, points: Sequence[Point], head: int) -> Thread | None:
+        for n in range(len(points), head + 1, -1):
+            if n < len(points) and any(t.space == space for t in self._left.get(points[n - 1], ())):
+                return None  # what looked like a break there was another conversation branching off
+            there = [t for t in self._replies.get(points[n - 1], ()) if t.space == space]
+            if there:
+                if any(_retraces(points, t) for t in there):
+                    return None  # a copy of this conversation, behind it
+                idle = [t for t in there if not t.in_flight]
+                return max(idle, key=lambda t: t.last_seen, default=None)
+        return None
+
+    def _summarised(
+        self, space: Space, points: Sequence[Point], head: int, opening: Sequence[str]
+    ) -> Thread | None:
+        begin = max(head, 1) - 1
+        for thread in reversed(self._texts.values()):
+            if (
+                thread.space == space
+                and not thread.in_flight
+                and thread.head == head
+                and len(thread.hashes) > begin
+                and len(points) > begin
+                and thread.hashes[begin] == points[begin][2]
+                and any(_quotes(text, thread.last_text) for text in opening)
+            ):
+                return thread
+        return None
+
+    def tip(self, points: Sequence[Point], head: int) -> Thread | None:
+        """An idle thread whose last prompt, and a reply to it, this prompt goes on from."""
+        for n in range(len(points) - 1, head, -1):
+            for thread in self._tips.get(points[n - 1], ()):
+                if not thread.in_flight:
+                    return thread
+        return None
+
+    def relative(self, point: Point) -> Thread | None:
+        """The latest thread whose tools and system messages end at ``point``."""
+        there = self._heads.get(point)
+        return there[-1] if there else None
+
+    # ------------------------------------------------------------ changes
+
+    def moved(self, thread: Thread, points: Sequence[Point], kept: int) -> None:
+        """The thread's prompt is now at ``points``, of which the first ``kept`` are those of its last one.
+
+        To be called before the thread's own fields change.
+        """
+        if thread.hashes:
+            tip = (thread.session[0], thread.space.salt, thread.hashes[-1])
+            _take(self._tips, tip, thread)
+            if kept < len(thread.hashes):
+                self._put(self._left, tip, thread)
+        thread.prompt_ends = [end for end in thread.prompt_ends if end <= kept][-MAX_POINTS:]
+        # The entry behind an earlier prompt is the reply that prompt received.
+        for end in thread.prompt_ends:
+            if end < len(points):
+                self._put(self._replies, points[end], thread)
+        if points:
+            self._put(self._tips, points[-1], thread)
+        if not thread.prompt_ends or thread.prompt_ends[-1] != len(points):
+            thread.prompt_ends.append(len(points))
+
+    def begins_with(self, thread: Thread, point: Point) -> None:
+        """The thread's tools and system messages end at ``point``."""
+        self._put(self._heads, point, thread)
+
+    def told(self, thread: Thread, text: str) -> None:
+        """The thread's last reply, as long as it called no tools; empty: nothing that could be a summary."""
+        self._texts.pop(thread.owner, None)
+        thread.last_text = text.strip() if MIN_QUOTED <= len(text) <= MAX_SUMMARY else ""
+        if thread.last_text:
+            self._texts[thread.owner] = thread
+            if len(self._texts) > MAX_SUMMARIES:
+                self._texts.popitem(last=False)
+
+    def forget(self, thread: Thread) -> None:
+        self._texts.pop(thread.owner, None)
+        self._remove(thread, thread.indexed)
+        thread.indexed = []
+
+    def _put(self, index: dict[Point, list[Thread]], point: Point, thread: Thread) -> None:
+        there = index.setdefault(point, [])
+        if thread in there:
+            there.remove(thread)
+        else:
+            thread.indexed.append(point)
+        there.append(thread)
+        if len(thread.indexed) > 4 * MAX_POINTS:
+            stale, thread.indexed = thread.indexed[: -2 * MAX_POINTS], thread.indexed[-2 * MAX_POINTS :]
+            self._remove(thread, set(stale) - set(thread.indexed))
+
+    def _remove(self, thread: Thread, points: Iterable[Point]) -> None:
+        for point in points:
+            for index in (self._tips, self._replies, self._left, self._heads):
+                _take(index, point, thread)
+
+
+def _retraces(points: Sequence[Point], thread: Thread) -> bool:
+    """Whether the prompt is a beginning of what the thread has had already."""
+    n = len(points)
+    return 0 < n <= len(thread.hashes) and thread.hashes[n - 1] == points[-1][2]
+
+
+def _quotes(text: str, reply: str) -> bool:
+    return reply in text if len(reply) >= MIN_SUMMARY else reply == text.strip()
+
+
+def _take(index: dict[_K, list[Thread]], key: _K, thread: Thread) -> None:
+    there = index.get(key)
+    if there is not None and thread in there:
+        there.remove(thread)
+        if not there:
+            del index[key]
