@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot.context.conversation import named_replies, reply_name
 from kvpilot.context.messages import message_hashes
 from kvpilot.domain import SessionRef, SessionState, SignalKind, Space
 from kvpilot.sessions.book import Change, SessionBook, Started
@@ -39,6 +40,7 @@ class Talk:
             request_id=f"r{self.count}",
             now=self.now,
             opening=[m["content"] for m in messages if m["role"] != "system"],
+            said=lambda: named_replies({"messages": list(messages)}),
         )
 
     def turn(
@@ -53,7 +55,14 @@ class Talk:
         started = self.ask(*messages, session=session, parent=parent)
         self.now += 1.0
         self.book.finish(
-            started.session, started.thread, tools=tools, asked=True, now=self.now, text=text, agents=agents
+            started.session,
+            started.thread,
+            tools=tools,
+            asked=True,
+            now=self.now,
+            text=text,
+            name=reply_name(say("assistant", text)),
+            agents=agents,
         )
         return started
 
@@ -256,3 +265,45 @@ def test_an_agent_that_starts_before_its_parents_reply_has_ended_is_its_child() 
     assert child.session.parent is None
     talk.book.finish(main.session, main.thread, tools=["Task"], asked=True, now=talk.now + 1, agents=1)
     assert child.session.parent == main.session.key
+
+
+def replied(n: int) -> str:
+    return f"This is reply {n}, long enough not to be taken for another one."
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        [
+            SYSTEM,
+            say("user", "summary"),
+            say("user", "u1"),
+            say("assistant", replied(1)),
+            say("user", "go on"),
+        ],
+        [
+            SYSTEM,
+            say("user", "[cleared]"),
+            say("assistant", replied(0)),
+            say("user", "u1"),
+            say("user", "go on"),
+        ],
+    ],
+    ids=["summary and the last exchange", "cleared in place"],
+)
+def test_replies_that_come_back_behind_something_else_show_a_compaction(new: list[dict[str, str]]) -> None:
+    talk = Talk()
+    history = [SYSTEM, say("user", "u0")]
+    for n in range(2):
+        first = talk.turn(*history, text=replied(n))
+        history += [say("assistant", replied(n)), say("user", f"u{n + 1}")]
+    compacted = talk.turn(*new)
+    assert compacted.session is first.session
+    assert compacted.change is Change.BROKEN
+
+
+def test_replies_that_come_back_under_another_system_prompt_are_anothers() -> None:
+    talk = Talk()
+    first = talk.turn(SYSTEM, say("user", "u0"), text=replied(0))
+    other = talk.turn(say("system", "judge this"), say("user", "x"), say("assistant", replied(0)))
+    assert other.session is not first.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ Body = Mapping[str, Any]
 
 OPENING_MESSAGES = 3
 """Among so many leading messages of a compacted context its summary is."""
+NAMED_REPLIES = 16
+MIN_NAMED, MIN_ID = 40, 8
+"""Characters of a reply's text, or of a tool call's id, that do not come twice by chance."""
 PROMPT_BLOCK = 512
 """Characters (or token ids) of a completion's prompt that stand for one message when it is told apart by content."""
 
@@ -67,11 +71,39 @@ def opening_texts(body: Body) -> list[str]:
     return [message_text(message) for message in own[:OPENING_MESSAGES]]
 
 
+def reply_name(message: Mapping[str, Any]) -> bytes | None:
+    """Names a reply by its text and the ids of its tool calls, which clients send back as they got them; None for
+    one that says too little to be told from others."""
+    text = message_text(message)
+    calls = message.get("tool_calls")
+    ids = [
+        call["id"]
+        for call in (calls if isinstance(calls, list) else ())
+        if isinstance(call, dict) and isinstance(call.get("id"), str)
+    ]
+    if len(text) < MIN_NAMED and not any(len(one) >= MIN_ID for one in ids):
+        return None
+    return hashlib.blake2b("\0".join((text, *ids)).encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def named_replies(body: Body) -> list[bytes]:
+    """Names of the last replies among a chat's messages, the latest first."""
+    messages = body.get("messages")
+    replies = [
+        message
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "assistant"
+    ]
+    names = map(reply_name, reversed(replies[-NAMED_REPLIES:]))
+    return [name for name in names if name is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadReply:
     """What a reply's message says and calls; ``agents`` of its tool calls start a sub-agent."""
 
     text: str
+    name: bytes | None
     tools: list[str]
     agents: int
 
@@ -86,7 +118,7 @@ def read_reply(message: bytes) -> ReadReply:
         name, arguments = function.get("name"), function.get("arguments")
         tools.append(name if isinstance(name, str) else "?")
         agents += starts_agent(tools[-1], arguments if isinstance(arguments, str) else "")
-    return ReadReply(message_text(reply), tools, agents)
+    return ReadReply(message_text(reply), reply_name(reply), tools, agents)
 
 
 _AGENT_TOOLS = re.compile(

@@ -14,6 +14,7 @@ from kvpilot.context.conversation import (
     content_hashes,
     decode_body,
     head_length,
+    named_replies,
     opening_texts,
     read_reply,
 )
@@ -112,6 +113,7 @@ class Mapper:
             request_id=event.request_id,
             now=event.at,
             opening=opening_texts(body),
+            said=lambda: named_replies(body),
             whole="messages" in body,
         )
         if event.retention is not None:
@@ -156,6 +158,7 @@ class Mapper:
             asked=complete,
             now=event.at,
             text=reply.text,
+            name=reply.name,
             agents=reply.agents,
         )
         if event.prompt_ids:

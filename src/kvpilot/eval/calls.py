@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpilot.context.conversation import OPENING_MESSAGES, starts_agent
+from kvpilot.context.conversation import NAMED_REPLIES, OPENING_MESSAGES, starts_agent
 from kvpilot.replay.plan import COMPACT_INSTRUCTION
 from kvpilot.traces import Overlay, ToolUse, TraceAgent, TraceCall, TraceMessage
 
@@ -35,7 +35,9 @@ class SeenCall:
     end: float
     hashes: tuple[bytes, ...]
     opening: tuple[str, ...]
+    said: tuple[bytes, ...]
     reply_text: str
+    reply_name: bytes
     tools: tuple[str, ...]
     agent_calls: int
     agent: AgentKey
@@ -65,6 +67,10 @@ class _Context:
     def opening(self) -> tuple[str, ...]:
         return tuple(map(_text, self.messages[:OPENING_MESSAGES]))
 
+    def said(self) -> tuple[bytes, ...]:
+        replies = [message for message in self.messages if message.role == "assistant"]
+        return tuple(message.id.encode() for message in reversed(replies[-NAMED_REPLIES:]))
+
 
 def seen_calls(laid: Overlay) -> Iterator[SeenCall]:
     """All calls of an overlay, each agent's in order (the overlay's order of beginnings)."""
@@ -87,7 +93,9 @@ def seen_calls(laid: Overlay) -> Iterator[SeenCall]:
             end=end,
             hashes=tuple(context.hashes),
             opening=context.opening(),
+            said=context.said(),
             reply_text=_text(call.reply),
+            reply_name=call.reply.id.encode(),
             tools=tuple(use.name for use in call.reply.calls),
             agent_calls=sum(map(_starts_agent, call.reply.calls)),
             agent=key,
@@ -109,7 +117,9 @@ def _summarising(
         end=begin + (before - begin) * _SHARE_OF_GAP,
         hashes=(*context.hashes, asked),
         opening=context.opening(),
+        said=context.said(),
         reply_text=_text(call.add[0]),
+        reply_name=call.add[0].id.encode(),
         tools=(),
         agent_calls=0,
         agent=key,

@@ -142,6 +142,7 @@ class _Run:
             request_id=str(index),
             now=now,
             opening=call.opening,
+            said=lambda: call.said,
         )
         self._started[index] = started
         self._first_agent.setdefault(started.session.key, call.agent)
@@ -156,6 +157,7 @@ class _Run:
             asked=True,
             now=now,
             text=call.reply_text,
+            name=call.reply_name,
             agents=call.agent_calls,
         )
         if call.recorded:

@@ -18,7 +18,7 @@ whose call is nearest in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import blake3
@@ -148,11 +148,13 @@ class SessionBook:
         request_id: str,
         now: float,
         opening: Sequence[str] = (),
+        said: Callable[[], Sequence[bytes]] = tuple,
         whole: bool = True,
     ) -> Started:
         """A request begins; see the module's text for the rules.
 
-        ``opening``: texts of the first messages behind the head. ``whole``: the hashes name the whole prompt, so
+        ``opening``: texts of the first messages behind the head; ``said``: names of the replies among all, the
+        latest first (as ``finish`` is told them). ``whole``: the hashes name the whole prompt, so
         that equal ones are equal prompts.
         """
         points = _points(tenant, space.salt, hashes)
@@ -162,7 +164,7 @@ class SessionBook:
             self._link(session, ref.parent, now)
             thread, change = self._thread_in(session, space, hashes, head)
         else:
-            thread, change = self._content.find(space, points, head, opening, whole=whole)
+            thread, change = self._content.find(space, points, head, opening, said, whole=whole)
             if thread is None:
                 session = self._session(
                     (tenant, self._content_id(tenant, request_id)), explicit=False, now=now
@@ -197,10 +199,11 @@ class SessionBook:
         asked: bool,
         now: float,
         text: str = "",
+        name: bytes | None = None,
         agents: int = 0,
     ) -> None:
         """A request ended. ``tools``: names of the tool calls in the reply, ``agents`` of which start agents;
-        ``text``: what it says; ``asked``: the reply is complete."""
+        ``text``: what it says, ``name``: what it is known by; ``asked``: the reply is complete."""
         thread.in_flight = max(0, thread.in_flight - 1)
         thread.answered = asked
         if agents:
@@ -210,7 +213,7 @@ class SessionBook:
                     self._adopt(self.sessions[child], session.key)
         session.last_seen = thread.last_seen = now
         if thread.owner in self._owners:
-            self._content.told(thread, "" if tools or not asked else text)
+            self._content.told(thread, "" if tools or not asked else text, name)
         if session.in_flight or session.state is not SessionState.RUNNING:
             return
         session.since = now

@@ -1,8 +1,9 @@
 """Finding the conversation a request goes on with by its content alone.
 
 Chained hashes name places in conversations: one hash, everything before it. A conversation is known by its *tip*
-(its last prompt), by the replies it received, by the tip a break left behind, and by the last text it was given
-(a summary comes back inside the compacted context).
+(its last prompt), by the replies it received at places that are still the same, by the tip a break left behind, by
+the last text it was given (a summary comes back inside the compacted context), and by replies that come back
+behind something else (a compaction that keeps the last exchanges, a cleared message further ahead).
 
 Pure state. Not thread-safe.
 """
@@ -10,7 +11,7 @@ Pure state. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvpilot.domain import Space
@@ -34,25 +35,36 @@ class ContentIndex:
         self._replies: dict[Point, list[Thread]] = {}
         self._left: dict[Point, list[Thread]] = {}
         self._heads: dict[Point, list[Thread]] = {}
+        self._said: dict[Point, list[Thread]] = {}
+        """By what a reply was, wherever it stands."""
         self._texts: OrderedDict[str, Thread] = OrderedDict()
         """Threads by owner whose last reply may be a summary, the latest last."""
 
     def __bool__(self) -> bool:
-        return bool(self._tips or self._replies or self._left or self._heads or self._texts)
+        return bool(self._tips or self._replies or self._left or self._heads or self._said or self._texts)
 
     def find(
-        self, space: Space, points: Sequence[Point], head: int, opening: Sequence[str], *, whole: bool
+        self,
+        space: Space,
+        points: Sequence[Point],
+        head: int,
+        opening: Sequence[str],
+        said: Callable[[], Sequence[bytes]],
+        *,
+        whole: bool,
     ) -> tuple[Thread | None, Change]:
         """The conversation a prompt belongs to, and how it relates to what that had before.
 
         ``points``: places of the prompt, head first, ``head`` of them tools and system messages. ``opening``:
-        texts of its first messages behind those. ``whole``: the last place names the whole prompt.
+        texts of its first messages behind those. ``said``: names of the replies among its messages, the latest
+        first; asked for only when nothing else tells. ``whole``: the last place names the whole prompt.
         """
         thread = self._continued(space, points, head, whole=whole)
         if thread is not None:
             return thread, Change.CONTINUED
-        thread = self._broken(space, points, head)
-        thread = thread or self._summarised(space, points, head, opening)
+        thread, known = self._broken(space, points, head)
+        if not known:
+            thread = self._summarised(space, points, head, opening) or self._retold(space, points, head, said)
         return (thread, Change.BROKEN) if thread is not None else (None, Change.NEW)
 
     def _continued(self, space: Space, points: Sequence[Point], head: int, *, whole: bool) -> Thread | None:
@@ -72,33 +84,39 @@ class ContentIndex:
                 return min(there, key=lambda t: t.last_seen)
         return None
 
-    def _broken(self, space: Space, points: Sequence[Point], head: int) -> Thread | None:
+    def _broken(self, space: Space, points: Sequence[Point], head: int) -> tuple[Thread | None, bool]:
+        """The conversation that is broken, and whether the place is known at all."""
         for n in range(len(points), head + 1, -1):
             if n < len(points) and any(t.space == space for t in self._left.get(points[n - 1], ())):
-                return None  # what looked like a break there was another conversation branching off
+                return None, True  # what looked like a break there was another conversation branching off
             there = [t for t in self._replies.get(points[n - 1], ()) if t.space == space]
             if there:
                 if any(_retraces(points, t) for t in there):
-                    return None  # a copy of this conversation, behind it
+                    return None, True  # a copy of this conversation, behind it
                 idle = [t for t in there if not t.in_flight]
-                return max(idle, key=lambda t: t.last_seen, default=None)
-        return None
+                return max(idle, key=lambda t: t.last_seen, default=None), True
+        return None, False
 
     def _summarised(
         self, space: Space, points: Sequence[Point], head: int, opening: Sequence[str]
     ) -> Thread | None:
-        begin = max(head, 1) - 1
         for thread in reversed(self._texts.values()):
-            if (
-                thread.space == space
-                and not thread.in_flight
-                and thread.head == head
-                and len(thread.hashes) > begin
-                and len(points) > begin
-                and thread.hashes[begin] == points[begin][2]
-                and any(_quotes(text, thread.last_text) for text in opening)
+            if _may_be_broken(thread, space, points, head) and any(
+                _quotes(text, thread.last_text) for text in opening
             ):
                 return thread
+        return None
+
+    def _retold(
+        self, space: Space, points: Sequence[Point], head: int, said: Callable[[], Sequence[bytes]]
+    ) -> Thread | None:
+        if not points:
+            return None
+        tenant, salt, _ = points[0]
+        for name in said():
+            for thread in reversed(self._said.get((tenant, salt, name), ())):
+                if _may_be_broken(thread, space, points, head):
+                    return thread
         return None
 
     def tip(self, points: Sequence[Point], head: int) -> Thread | None:
@@ -140,8 +158,10 @@ class ContentIndex:
         """The thread's tools and system messages end at ``point``."""
         self._put(self._heads, point, thread)
 
-    def told(self, thread: Thread, text: str) -> None:
-        """The thread's last reply, as long as it called no tools; empty: nothing that could be a summary."""
+    def told(self, thread: Thread, text: str, name: bytes | None) -> None:
+        """The thread's last reply: its text where it could be a summary, else empty, and what names it."""
+        if name is not None:
+            self._put(self._said, (thread.session[0], thread.space.salt, name), thread)
         self._texts.pop(thread.owner, None)
         thread.last_text = text.strip() if MIN_QUOTED <= len(text) <= MAX_SUMMARY else ""
         if thread.last_text:
@@ -167,7 +187,7 @@ class ContentIndex:
 
     def _remove(self, thread: Thread, points: Iterable[Point]) -> None:
         for point in points:
-            for index in (self._tips, self._replies, self._left, self._heads):
+            for index in (self._tips, self._replies, self._left, self._heads, self._said):
                 _take(index, point, thread)
 
 
@@ -175,6 +195,19 @@ def _retraces(points: Sequence[Point], thread: Thread) -> bool:
     """Whether the prompt is a beginning of what the thread has had already."""
     n = len(points)
     return 0 < n <= len(thread.hashes) and thread.hashes[n - 1] == points[-1][2]
+
+
+def _may_be_broken(thread: Thread, space: Space, points: Sequence[Point], head: int) -> bool:
+    """Whether an idle thread begins with the same tools and system messages."""
+    begin = max(head, 1) - 1
+    return (
+        thread.space == space
+        and not thread.in_flight
+        and thread.head == head
+        and len(thread.hashes) > begin
+        and len(points) > begin
+        and thread.hashes[begin] == points[begin][2]
+    )
 
 
 def _quotes(text: str, reply: str) -> bool:
