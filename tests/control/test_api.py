@@ -73,6 +73,7 @@ def test_signals_answer_with_action_ids(client: TestClient) -> None:
         ("actions", {"kind": "evict", "session": "a", "chunks": ["00"]}),
         ("sessions/team:a/member:1/signals", {"kind": "nonsense"}),
         ("sessions/team:a/member:1/signals", {"kind": "end", "more": 1}),
+        ("sessions/team:a/member:1/signals", {"kind": "end", "two\nlines" * 100: 1}),
         ("sessions/team:a/member:1/signals", ["end"]),
         (f"sessions/{'x' * 300}/signals", {"kind": "end"}),
         ("sessions/a%00b/signals", {"kind": "end"}),
@@ -106,6 +107,15 @@ def test_bad_requests_are_refused_with_a_reason(client: TestClient, path: str, b
     assert 0 < len(reason) < 300 and reason.isprintable(), "one line"
     listed = client.get(f"{BASE}/sessions").json()["sessions"]
     assert [s["id"] for s in listed] == ["team:a/member:1"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"kind":"end"}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", ""])
+def test_what_is_no_json_object_is_refused(client: TestClient, content: bytes, kind: str) -> None:
+    headers = {"content-type": kind} if kind else {}
+    answer = client.post(f"{BASE}/sessions/team:a/member:1/signals", content=content, headers=headers)
+    good = kind == "application/json" and content.endswith(b"}")
+    assert answer.status_code in ((202,) if good else (400, 422))
 
 
 @pytest.mark.parametrize(

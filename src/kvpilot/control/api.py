@@ -61,8 +61,12 @@ class Body(BaseModel):
     @classmethod
     def _can_be_written(cls, value: Any) -> Any:
         # Python's parser lets NaN, Infinity and lone surrogates pass, which are neither JSON nor Unicode.
-        if isinstance(value, dict):
+        if not isinstance(value, dict):
+            return value
+        try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            raise ValueError("lone surrogates, NaN, Infinity and endless nesting are not accepted") from None
         return value
 
 
@@ -118,7 +122,8 @@ def _in_one_line(error: RequestValidationError) -> str:
     where = "" if place and isinstance(place[0], str) else "body"
     where += "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
     more = f" (and {len(others)} more)" if others else ""
-    return f"{where.removeprefix('.')}: {first['msg'].removeprefix('Value error, ')}{more}"
+    where = ascii(where.removeprefix("."))[1:-1][:80]
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}{more}"
 
 
 def create_app(
