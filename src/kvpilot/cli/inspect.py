@@ -37,13 +37,14 @@ def register(app: typer.Typer) -> None:
 
 
 def sessions(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, latest first.")] = 200,
     control: UrlOption = None,
     config: ConfigOption = None,
     state: StateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions kvpilot knows, latest first."""
-    answer = _get(control, config, state, "/sessions")
+    answer = _get(control, config, state, f"/sessions?limit={limit}")
     if as_json:
         print(json.dumps(answer, indent=2))
         return
@@ -63,6 +64,11 @@ def sessions(
             s["parent"] or "",
         )
     _print(table)
+    shown = len(answer["sessions"])
+    if shown < answer["total"]:
+        _say(
+            f"the latest {shown} of {answer['total']} sessions; for more: --limit, or offset= of the control API"
+        )
 
 
 def session(
