@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import io
 import json
-import sys
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpilot.cli import main
 from kvpilot.cli.output import console, literal
 from kvpilot.replay.report import print_report
+from tests.cli.conftest import Run
+
+Refused = Callable[..., str]
 
 AWKWARD = ["[/bold]x", "[red]x[/red]", ":smile:", "[link=http://a]x", "a\\[b]"]
 SESSION = {
@@ -80,13 +82,6 @@ def control() -> Iterator[str]:
         server.shutdown()
 
 
-def kvpilot(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["kvpilot", *args])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
-
-
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -96,14 +91,10 @@ def kvpilot(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     ],
 )
 def test_names_are_printed_as_they_are(
-    command: tuple[str, ...],
-    shown: list[str],
-    control: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...], shown: list[str], control: str, kvpilot: Run
 ) -> None:
-    assert kvpilot(monkeypatch, *command, "--control", control) == 0
-    printed = capsys.readouterr().out
+    code, printed, _ = kvpilot(*command, "--control", control)
+    assert code == 0
     assert all(name in printed for name in shown), printed
 
 
@@ -133,25 +124,27 @@ def test_a_replay_reports_sessions_by_their_names() -> None:
 
 @pytest.mark.parametrize("url", ["notaurl", "http://[::1", "http://127.0.0.1:70000", "", "http://"])
 @pytest.mark.parametrize("command", ["sessions", "actions"])
-def test_a_control_url_that_is_none_is_refused(
-    command: str, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert kvpilot(monkeypatch, command, "--control", url) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"kvpilot: --control is {url!r}: it must be a URL")
-    assert len(said.splitlines()) == 1
+def test_a_control_url_that_is_none_is_refused(command: str, url: str, refused: Refused) -> None:
+    assert refused(command, "--control", url).startswith(f"--control is {url!r}: it must be a URL")
 
 
 def test_without_a_stack_and_a_fixed_port_there_is_nobody_to_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setenv("KVPILOT_COORDINATOR__PORT", "0")
-    assert kvpilot(monkeypatch, "sessions", "--state", str(tmp_path)) == 2
-    assert "no stack is up" in capsys.readouterr().err
+    assert "no stack is up" in refused("sessions", "--state", str(tmp_path))
 
 
-def test_an_empty_state_folder_is_not_the_current_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert kvpilot(monkeypatch, "down", "--state", "") == 2
-    assert capsys.readouterr().err == "kvpilot: --state is empty: name a folder\n"
+def test_who_answers_but_is_no_coordinator_is_told_so(refused: Refused) -> None:
+    """Anything may listen on a port: here something that does not speak HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-something\r\n")
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert "no coordinator answers" in refused("sessions", "--control", url)
