@@ -182,7 +182,8 @@ def test_with_a_token_everything_but_health_needs_it(world: World) -> None:
         assert client.get(f"{BASE}/health").status_code == 200
         for path in (f"{BASE}/sessions", f"{BASE}/tiers", f"{BASE}/actions", "/metrics"):
             assert client.get(path).status_code == 401
-            assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+            for wrong in ("Bearer wrong", "secret", "Basic secret", "Bearer", ""):
+                assert client.get(path, headers={"authorization": wrong}).status_code == 401
             assert client.get(path, headers={"authorization": "Bearer secret"}).status_code == 200
 
 

@@ -133,13 +133,14 @@ def create_app(
     metrics: Callable[[], bytes],
     token: str = "",
 ) -> FastAPI:
-    """The ASGI application. With a ``token`` every route but health needs ``Authorization: Bearer``."""
+    """The ASGI application. With a ``token`` every route but health and the API's own description needs
+    ``Authorization: Bearer``."""
 
     def authorised(request: Request) -> None:
         if not token:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not secrets.compare_digest(given, token.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
             raise HTTPException(401, "send Authorization: Bearer with the coordinator's token")
 
     app = FastAPI(
