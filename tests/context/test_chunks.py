@@ -61,7 +61,9 @@ def test_chunk_hashes_of_clients() -> None:
     assert parse_hash(f"{short:x}") == short_hash(chunk)
 
 
-@pytest.mark.parametrize("text", ["", "-", "xyz", "1" * 65, "--1", "0x", "1_0", " 1", "-" + "f" * 64, "é"])
+@pytest.mark.parametrize(
+    "text", ["0" * 65, "٣" * 8, "", "-", "xyz", "1" * 65, "--1", "0x", "1_0", " 1", "-" + "f" * 64, "é"]
+)
 def test_what_is_not_a_hash_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a chunk hash"):
         parse_hash(text)

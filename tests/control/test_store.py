@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,9 @@ from tests.coordinator.world import World
 
 from kvpilot.control.store import Store
 from kvpilot.coordinator import executor
-from kvpilot.domain import ActionKind, OutcomeStatus, SessionState, SignalKind
+from kvpilot.coordinator.actions import Work
+from kvpilot.domain import ActionKind, ActionRecord, OutcomeStatus, SessionState, SignalKind, Space
+from kvpilot.sessions.book import Session
 
 SYSTEM = {"role": "system", "content": "rules that are long enough for chunks of four tokens"}
 
@@ -112,3 +117,107 @@ async def test_a_damaged_row_costs_only_itself(store: Store) -> None:
     await store.flush(world.service.references)
     store._db.execute("UPDATE sessions SET data=x'00' WHERE id='A'")
     assert [s.id for s, _ in store.load_sessions()] == ["B"]
+
+
+def known(name: str) -> Session:
+    return Session(key=("t", name), explicit=True)
+
+
+def stored(store: Store) -> list[str]:
+    return sorted(session.id for session, _ in store.load_sessions())
+
+
+async def test_what_a_locked_store_missed_is_written_when_it_works_again(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    references = World().service.references
+    work = Work(Space("m"), (b"c" * 32,))
+    accepted = ActionRecord("a-1", ActionKind.EVICT, OutcomeStatus.ACCEPTED, 1.0)
+    finished = ActionRecord("a-2", ActionKind.EVICT, OutcomeStatus.DONE, 2.0)
+    other = sqlite3.connect(tmp_path / "sub" / "k.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    store.session_changed(known("early"))
+    store.put_action(accepted, work)
+    store.put_action(ActionRecord("a-2", ActionKind.EVICT, OutcomeStatus.ACCEPTED, 2.0), work)
+    await store.flush(references)
+    store.put_action(accepted, None)
+    store.put_action(finished, None)
+    store.session_changed(known("late"))
+    await store.flush(references)
+    assert (stored(store), store.load_actions()) == ([], ([], []))
+    assert [r.message.count("k.sqlite cannot be written") for r in caplog.records] == [1], "it is said once"
+    other.execute("ROLLBACK")
+    await store.flush(references)
+    assert stored(store) == ["early", "late"]
+    assert store.load_actions() == ([finished], [(accepted, work)])
+
+
+async def test_a_row_that_cannot_be_written_costs_only_itself(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("before", "bad\ud800", "after"):
+        store.session_changed(known(name))
+        store.put_action(ActionRecord(name, ActionKind.EVICT, OutcomeStatus.DONE, 1.0), None)
+    await store.flush(World().service.references)
+    assert stored(store) == ["after", "before"]
+    assert [record.id for record in store.load_actions()[0]] == ["after", "before"]
+    assert sum("cannot be stored as it is" in r.message for r in caplog.records) == 2
+
+
+async def test_damaged_actions_and_memories_are_skipped(store: Store) -> None:
+    for name in ("a", "b"):
+        store.put_action(
+            ActionRecord(name, ActionKind.EVICT, OutcomeStatus.ACCEPTED, 1.0), Work(Space("m"), ())
+        )
+    store.put_action(ActionRecord("c", ActionKind.EVICT, OutcomeStatus.DONE, 1.0), None)
+    store.put_memory("learned", {"x": 1})
+    store._db.execute("UPDATE actions SET record=x'00' WHERE id IN ('a', 'c')")
+    store._db.execute("UPDATE actions SET work='text' WHERE id='b'")
+    store._db.execute("UPDATE memory SET data=x'c1'")
+    closed, pending = store.load_actions()
+    assert (closed, [(r.id, work) for r, work in pending]) == ([], [("b", None)])
+    assert store.load_memory("learned") is None
+
+
+async def test_a_cancelled_flush_loses_nothing(store: Store) -> None:
+    references = World().service.references
+    store.session_changed(known("A"))
+    flush = asyncio.create_task(store.flush(references))
+    await asyncio.sleep(0)
+    flush.cancel()
+    await store.flush(references)
+    assert flush.cancelled() and stored(store) == ["A"]
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "page"])
+def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "k.sqlite"
+    store = Store(path)
+    for n in range(200):
+        store.session_changed(known(f"{n:0100}"))
+    asyncio.run(store.flush(World().service.references))
+    store.close()
+    intact = path.read_bytes()
+    damaged = {
+        "text": b"this is no database" * 100,
+        "cut": intact[: len(intact) // 2],
+        "page": intact[:8192] + b"\xff" * 8192 + intact[16384:],
+    }[damage]
+    path.write_bytes(damaged)
+    caplog.set_level(logging.WARNING)
+    fresh = Store(path)
+    assert stored(fresh) == []
+    (aside,) = tmp_path.glob("k.sqlite.damaged-????????-??????")
+    assert aside.read_bytes() == damaged
+    (warning,) = caplog.messages
+    assert f"{path} is damaged" in warning and f"moved to {aside}," in warning
+    fresh.session_changed(known("new"))
+    asyncio.run(fresh.flush(World().service.references))
+    fresh.close()
+    assert stored(Store(path)) == ["new"]
+
+
+def test_a_file_that_cannot_be_opened_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "k.sqlite").mkdir()
+    with pytest.raises(RuntimeError, match=r"k\.sqlite cannot be opened .*writable"):
+        Store(tmp_path / "k.sqlite")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from kvpilot.bench.stats import quantile
 from kvpilot.hints import HintRequest, Hints, read_hints
@@ -128,17 +130,15 @@ def identify(case: Variant) -> Hints:
     return read_hints(HintRequest(_FIELDS.decode(case.body), case.headers, body=case.body))
 
 
-def print_table(document: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def print_table(document: Mapping[str, Any], console: Console) -> None:
+    """The document for people."""
     budget = document["budget_ms"]
     table = Table(title=f"Reading hints, {document['body_kb']} KB bodies, {document['rounds']} rounds (ms)")
     for column in ("request", f"p50 (≤ {budget['p50']})", f"p99 (≤ {budget['p99']})"):
         table.add_column(column, justify="left" if column == "request" else "right")
     for name, row in document["variants"].items():
         table.add_row(name, f"{row['p50_ms']:.3f}", f"{row['p99_ms']:.3f}")
-    Console().print(table)
+    console.print(table)
 
 
 def _body(body_kb: int, fields: Mapping[str, Any], marks: Mapping[int, Any] | None = None) -> bytes:

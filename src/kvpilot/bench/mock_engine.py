@@ -1,7 +1,8 @@
 """A mock OpenAI engine, as fast as Python gets: ``python -m kvpilot.bench.mock_engine PORT``.
 
 Answers chat completions like vLLM does, at once and always with the same text: with token ids when asked for
-(a token per four bytes of the request), streamed as 16 chunks when asked for. For benchmarks only.
+(a token per four bytes of the request), streamed as 16 chunks when asked for. It serves one model, "mock".
+For benchmarks only.
 """
 
 from __future__ import annotations
@@ -45,8 +46,19 @@ def whole_reply(prompt_tokens: int, with_ids: bool, session: int = 0) -> bytes:
         + b'"prompt_tokens_details":{"cached_tokens":0}},"prompt_token_ids":%b,"kv_transfer_params":null}'
         % ids[1]
     )
+    return _answer(body)
+
+
+def _answer(body: bytes) -> bytes:
+    """``body`` as JSON, HTTP head included."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     return head + body
+
+
+_PAGES = {
+    b"/health": _answer(b""),
+    b"/v1/models": _answer(b'{"object":"list","data":[{"id":"mock","object":"model","owned_by":"kvpilot"}]}'),
+}
 
 
 @lru_cache(maxsize=64)
@@ -81,6 +93,7 @@ class MockEngine(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._session = 0
+        self._url = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -90,6 +103,9 @@ class MockEngine(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._url = url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-session-id":
@@ -103,6 +119,9 @@ class MockEngine(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body = b"".join(self._body)
         self._body = []
+        if self._url in _PAGES:
+            self._transport.write(_PAGES[self._url])
+            return
         # What proxies re-encode lands anywhere in the body, with or without a blank.
         compact = body[:200].replace(b" ", b"") + body[-200:].replace(b" ", b"")
         tokens = len(body) // _BYTES_PER_TOKEN // 256 * 256

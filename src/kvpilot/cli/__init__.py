@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvpilot import __version__
+from kvpilot.cli.user_errors import EXIT_CODE, tell
 from kvpilot.config import ConfigError
 from kvpilot.stack import StackError
 
@@ -59,7 +60,7 @@ def main() -> None:
     try:
         app(prog_name="kvpilot")
     except (ConfigError, StackError) as error:
-        print(f"kvpilot: {error}", file=sys.stderr)
-        sys.exit(2)
+        tell(error)
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvpilot.cli.options import ConfigOption, StateOption, load
+from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
 bench = typer.Typer(help="Benchmarks on the real stack.", no_args_is_help=True)
@@ -39,8 +40,6 @@ def tiers(
     state: StateOption = None,
 ) -> None:
     """What a session's next turn costs when its KV was pushed out: kvpilot, passive, recompute, limits."""
-    from rich.console import Console
-
     from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
     from kvpilot.bench.tiers_report import bench_tiers, plot, print_table
@@ -59,7 +58,7 @@ def tiers(
             document = bench_tiers(settings, lengths, rounds)
         if json_file is not None:
             write_json(json_file, document)
-        print_table(document, Console())
+        print_table(document, console())
         if plot_file is not None:
             plot(document, plot_file)
 
@@ -83,8 +82,6 @@ def gateway(
     """What the gateway adds to each request, side by side with vllm-router and LiteLLM."""
     import sys
 
-    from rich.console import Console
-
     from kvpilot.bench.gateway import GatewayBenchOptions, print_table, run_bench
     from kvpilot.replay.run import write_json
 
@@ -97,7 +94,7 @@ def gateway(
         document = run_bench(options, lambda line: print(line, file=sys.stderr, flush=True))
     if json_file is not None:
         write_json(json_file, document)
-    print_table(document, Console())
+    print_table(document, console())
 
 
 @bench.command()
@@ -115,4 +112,4 @@ def hints(
     document = run_bench(body_kb, rounds)
     if json_file is not None:
         write_json(json_file, document)
-    print_table(document)
+    print_table(document, console())

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvpilot.cli.options import StateOption
+from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
 
@@ -26,8 +27,6 @@ def demo(
     ] = True,
 ) -> None:
     """Three coding agents with other tenants beside them, without and with kvpilot. About six minutes."""
-    from rich.console import Console
-
     from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
     from kvpilot.demo.run import print_result, run_demo
@@ -40,4 +39,4 @@ def demo(
     ):
         document = run_demo(state or Path(folder), answers=answers)
         write_json(json_file, document)
-        print_result(document, Console())
+        print_result(document, console())

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
 evaluate = typer.Typer(help="How well kvpilot understands recorded agents.", no_args_is_help=True)
@@ -33,8 +34,6 @@ def inference(
     """Score what is found without hints: sessions, breaks of the prefix, sub-agents, tool and human waits."""
     import sys
 
-    from rich.console import Console
-
     from kvpilot.eval.inference import Ids, print_table, report, score_source
     from kvpilot.replay.run import write_json
     from kvpilot.traces import TraceError, find_trace, read_trace
@@ -48,4 +47,4 @@ def inference(
         document = report(scores, seed, kind)
     if json_file is not None:
         write_json(json_file, document)
-    print_table(document, Console())
+    print_table(document, console())

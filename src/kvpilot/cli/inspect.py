@@ -11,6 +11,8 @@ from urllib.parse import quote
 import typer
 
 from kvpilot.cli.options import ConfigOption, JsonOption, StateOption, load
+from kvpilot.cli.output import console, literal
+from kvpilot.config import check_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,31 +37,38 @@ def register(app: typer.Typer) -> None:
 
 
 def sessions(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, latest first.")] = 200,
     control: UrlOption = None,
     config: ConfigOption = None,
     state: StateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions kvpilot knows, latest first."""
-    answer = _get(control, config, state, "/sessions")
+    answer = _get(control, config, state, f"/sessions?limit={limit}")
     if as_json:
         print(json.dumps(answer, indent=2))
         return
     table = _table("session", "tenant", "state", "for", "turns", "tokens", "chunks", "host", "disk", "parent")
     for s in answer["sessions"]:
-        table.add_row(
+        _row(
+            table,
             s["id"],
             s["tenant"],
             s["state"],
             _ago(s["since"]),
-            str(s["turns"]),
-            str(s["tokens"]),
-            str(s["chunks"]),
-            str(s["resident"]["host"]),
-            str(s["resident"]["disk"]),
+            s["turns"],
+            s["tokens"],
+            s["chunks"],
+            s["resident"]["host"],
+            s["resident"]["disk"],
             s["parent"] or "",
         )
     _print(table)
+    shown = len(answer["sessions"])
+    if shown < answer["total"]:
+        _say(
+            f"the latest {shown} of {answer['total']} sessions; for more: --limit, or offset= of the control API"
+        )
 
 
 def session(
@@ -80,32 +89,30 @@ def session(
     if as_json:
         print(json.dumps(s, indent=2))
         return
-    print(f"{s['id']} (tenant {s['tenant']}): {s['state']} for {_ago(s['since'])}, {s['turns']} turns")
+    _say(f"{s['id']} (tenant {s['tenant']}): {s['state']} for {_ago(s['since'])}, {s['turns']} turns")
     if s["parent"] or s["children"]:
-        print(f"parent: {s['parent'] or '-'}; children: {', '.join(s['children']) or '-'}")
+        _say(f"parent: {s['parent'] or '-'}; children: {', '.join(s['children']) or '-'}")
     if s["returns_in_s"]:
         r = s["returns_in_s"]
-        print(
+        _say(
             f"next request expected in {r['p50']:.1f} s (80 %: {r['p10']:.1f} to {r['p90']:.1f} s; "
             f"{r['samples']:.0f} samples)"
         )
     for step in s["next"]:
         wait = max(0.0, step["at"] - time.time())
-        print(f"next: {step['action']} {step['chunks']} chunks in {wait:.1f} s ({step['reason']})")
+        _say(f"next: {step['action']} {step['chunks']} chunks in {wait:.1f} s ({step['reason']})")
     for context in s["contexts"]:
         _print_context(context)
 
 
 def _print_context(context: dict[str, Any]) -> None:
-    print(
+    _say(
         f"context of {context['tokens']} tokens (boundaries by {context['segments_method'] or 'nothing yet'}):"
     )
     table = _table("segment", "name", "message", "from", "to", "tokens")
     for g in context["segments"]:
-        place = "" if g["message"] < 0 else str(g["message"])
-        table.add_row(
-            g["kind"], g["name"] or "", place, str(g["start"]), str(g["end"]), str(g["end"] - g["start"])
-        )
+        place = "" if g["message"] < 0 else g["message"]
+        _row(table, g["kind"], g["name"] or "", place, g["start"], g["end"], g["end"] - g["start"])
     _print(table)
     table = _table("chunks", "tiers", "sessions that hold them")
     runs: list[list[Any]] = []
@@ -116,7 +123,7 @@ def _print_context(context: dict[str, Any]) -> None:
         else:
             runs.append([index, index, what])
     for first, last, (tiers, holders) in runs:
-        table.add_row(f"{first} to {last}" if last > first else str(first), tiers, str(holders))
+        _row(table, f"{first} to {last}" if last > first else first, tiers, holders)
     _print(table)
 
 
@@ -141,16 +148,17 @@ def actions(
     )
     for a in answer["actions"]:
         took = f"{a['finished_at'] - a['created_at']:.2f} s" if a["finished_at"] else ""
-        table.add_row(
+        _row(
+            table,
             a["id"],
             _ago(a["created_at"]),
             a["kind"],
             a["session"] or "-",
             a["source"],
             a["status"],
-            str(a["planned"]),
-            str(a["confirmed"]),
-            str(a["skipped"]),
+            a["planned"],
+            a["confirmed"],
+            a["skipped"],
             took,
             a["reason"],
         )
@@ -158,28 +166,37 @@ def actions(
 
 
 def _get(control: str | None, config: Any, state: Any, path: str) -> Any:
+    import http.client
     import urllib.error
     import urllib.request
 
     from kvpilot.cli.user_errors import user_errors
     from kvpilot.stack.launch import running
+    from kvpilot.stack.plan import http_base
 
     settings = load(config, state)
-    up = None if control else running(settings)
-    base = control or (
-        up.control_url if up else f"http://{settings.coordinator.host}:{settings.coordinator.port}"
-    )
-    token = up.config.coordinator.token if up else settings.coordinator.token
-    request = urllib.request.Request(f"{base.rstrip('/')}/kvpilot/v1{path}")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
+    up = None if control is not None else running(settings)
     with user_errors(ControlUnavailable):
+        if control is not None:
+            base = check_url(control, "--control")
+        elif up is not None:
+            base = up.control_url
+        elif settings.coordinator.port:
+            base = http_base(settings.coordinator.host, settings.coordinator.port)
+        else:
+            raise ControlUnavailable(
+                f"no stack is up in {settings.state_dir}: start one with `kvpilot up`, or give --control"
+            )
+        token = up.config.coordinator.token if up else settings.coordinator.token
         try:
+            request = urllib.request.Request(f"{base.rstrip('/')}/kvpilot/v1{path}")
+            if token:
+                request.add_header("Authorization", f"Bearer {token}")
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise ControlUnavailable(_detail(error)) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ControlUnavailable(
                 f"no coordinator answers at {base} ({error}): start one with `kvpilot up`, or give --control"
             ) from None
@@ -209,7 +226,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _print(table: Table) -> None:
-    from rich.console import Console
+def _row(table: Table, *cells: object) -> None:
+    table.add_row(*map(literal, cells))
 
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+def _print(table: Table) -> None:
+    console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _say(line: str) -> None:
+    print(literal(line))

@@ -8,6 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvpilot.config import Config, load_config
+from kvpilot.stack import StackError
+
+
+def _folder(name: str) -> Path:
+    if not name:  # As a Path it would be the current folder.
+        raise StackError("--state is empty: name a folder")
+    return Path(name)
+
 
 ConfigOption = Annotated[
     Path | None,
@@ -17,6 +25,8 @@ StateOption = Annotated[
     Path | None,
     typer.Option(
         "--state",
+        metavar="PATH",
+        parser=_folder,
         help="Folder of logs, embedded store and disk tier (default: .kvpilot).",
         show_default=False,
     ),

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from kvpilot.cli.options import ConfigOption, StateOption, load
+from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
+from kvpilot.config import check_url
 
 
 def register(app: typer.Typer) -> None:
@@ -68,8 +70,6 @@ def replay(
     state: StateOption = None,
 ) -> None:
     """Replay recorded agents through the gateway: prompts, pauses, tools and compactions as they were."""
-    from rich.console import Console
-
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.plan import Hints, ReplayOptions
     from kvpilot.replay.report import print_report
@@ -109,8 +109,8 @@ def replay(
         if gateway is not None:
             engine = settings.engine
             where = Where(
-                gateway_url=gateway,
-                control_url=control,
+                gateway_url=check_url(gateway, "--gateway"),
+                control_url=None if control is None else check_url(control, "--control"),
                 model=engine.served_model_name or served_name(engine.model),
                 tokenizer=engine.tokenizer or model_path(engine.model),
                 max_model_len=engine.max_model_len,
@@ -125,6 +125,6 @@ def replay(
                     document = run(request, where)
     if json_file is not None:
         write_json(json_file, document)
-    print_report(document, Console())
+    print_report(document, console())
     if document["interrupted"]:
         raise typer.Exit(130)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpilot.cli.options import ConfigOption, JsonOption, StateOption, load
+from kvpilot.cli.output import console
 
 _STACK = "The stack"
 
@@ -56,7 +57,7 @@ def up(
     ] = None,
     device_tokens: Annotated[
         int | None,
-        typer.Option(help="Device pool in tokens (default: one longest context).", show_default=False),
+        typer.Option(min=1, help="Device pool in tokens (default: one longest context).", show_default=False),
     ] = None,
     host_gb: Annotated[
         float | None, typer.Option(help="Host (DRAM) tier in GB (default 0.5).", show_default=False)
@@ -133,5 +134,6 @@ def doctor(config: ConfigOption = None, state: StateOption = None, as_json: Json
     """Check this machine, the configuration and, where a stack is up, what it says of itself."""
     from kvpilot.stack.doctor import diagnose, print_report
 
-    healthy = print_report(diagnose(load(config, state)), as_json=as_json)
+    findings = diagnose(load(config, state))
+    healthy = print_report(findings, console(soft_wrap=True, highlight=False), as_json=as_json)
     raise typer.Exit(0 if healthy else 1)

@@ -8,6 +8,15 @@ from contextlib import contextmanager
 
 import typer
 
+from kvpilot.cli.output import literal
+
+EXIT_CODE = 2
+
+
+def tell(error: Exception) -> None:
+    """The one line, whatever others contributed to it."""
+    print(f"kvpilot: {literal(error)}", file=sys.stderr)
+
 
 @contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:
@@ -15,5 +24,5 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        print(f"kvpilot: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        tell(error)
+        raise typer.Exit(EXIT_CODE) from None

@@ -74,7 +74,7 @@ def parse_hash(text: str) -> bytes | int:
     negative = text.startswith("-")
     digits = text.removeprefix("-").removeprefix("0x")
     try:
-        if not digits.isalnum():
+        if not digits.isascii() or not digits.isalnum() or len(digits) > _FULL_DIGITS:
             raise ValueError
         value = -int(digits, 16) if negative else int(digits, 16)
         if len(digits) <= _SHORT_DIGITS:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from kvpilot import __version__
 from kvpilot.backends.base import BackendError
+from kvpilot.context.chunks import HASH_BYTES, parse_hash
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
@@ -26,33 +29,74 @@ from kvpilot.domain import (
     SignalKind,
     TargetKind,
 )
+from kvpilot.hints.ids import parse_id
 from kvpilot.sessions.book import Session
 
 PREFIX = "/kvpilot/v1"
 MAX_WAIT_S = 120.0
+MAX_ETA_S = 30 * 86400.0
+MAX_CHUNKS = 10_000
+MAX_SESSIONS = 1000
+"""Sessions in one reply: more would hold up the event loop."""
 
+
+def _id(value: str) -> str:
+    """The rule of the gateway for what names a session (or a tenant, or an action)."""
+    dropped: list[str] = []
+    parsed = parse_id(value, "", dropped)
+    if parsed is None:
+        raise ValueError(dropped[0].removeprefix(": "))
+    return parsed
+
+
+def _chunk_name(text: str) -> str:
+    parse_hash(text)
+    return text
+
+
+Id = Annotated[str, AfterValidator(_id)]
+ChunkName = Annotated[str, AfterValidator(_chunk_name)]
+ChunkHash = Annotated[str, Field(pattern=f"^[0-9A-Fa-f]{{{2 * HASH_BYTES}}}$")]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for the final outcome.")]
-Tenant = Annotated[str | None, Query(description="Needed only where two tenants use the same session id.")]
+Tenant = Annotated[Id | None, Query(description="Needed only where two tenants use the same session id.")]
 
 
-class SignalBody(BaseModel):
-    """A life-cycle hint about a session."""
+class Body(BaseModel):
+    """A request's JSON object, all of it text that can be written down again and numbers that are finite."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_written(cls, value: Any) -> Any:
+        # Python's parser lets NaN, Infinity and lone surrogates pass, which are neither JSON nor Unicode.
+        if not isinstance(value, dict):
+            return value
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            raise ValueError("lone surrogates, NaN, Infinity and endless nesting are not accepted") from None
+        return value
+
+
+class SignalBody(Body):
+    """A life-cycle hint about a session."""
+
     kind: SignalKind
-    parent: str | None = None
-    eta_s: float | None = Field(default=None, ge=0, description="Expected seconds until the next request.")
+    parent: Id | None = None
+    eta_s: float | None = Field(
+        default=None, ge=0, le=MAX_ETA_S, description="Expected seconds until the next request."
+    )
     ttl_s: float | None = Field(default=None, ge=0, le=86_400, description="With retain: seconds to keep it.")
     priority: int = Field(default=0, ge=-100, le=100, description="With retain: higher is kept longer.")
 
 
-class ActionBody(BaseModel):
+class ActionBody(Body):
     """What to do, and with what: a session, a range of its messages or tools, or chunk hashes."""
 
-    model_config = ConfigDict(extra="forbid")
     kind: ActionKind
-    session: str | None = None
-    tenant: str | None = None
+    session: Id | None = None
+    tenant: Id | None = None
     target: TargetKind | None = None
     start: int = Field(default=0, ge=0)
     end: int = Field(default=0, ge=0)
@@ -60,19 +104,19 @@ class ActionBody(BaseModel):
         default=None, description="The old messages a range counts in."
     )
     tools: list[dict[str, Any]] | None = None
-    chunks: list[str] = Field(default_factory=list, description="Chunk hashes in hex.")
+    chunks: list[ChunkName] = Field(
+        default_factory=list, max_length=MAX_CHUNKS, description="Chunk hashes in hex."
+    )
 
 
-class LocateBody(BaseModel):
+class LocateBody(Body):
     """Chunks to look for."""
 
-    model_config = ConfigDict(extra="forbid")
-    chunks: list[str] = Field(max_length=10_000, description="Chunk hashes, 64 hex digits each.")
+    chunks: list[ChunkHash] = Field(max_length=MAX_CHUNKS, description="Chunk hashes, 64 hex digits each.")
     salt: str = Field(default="", description="cache_salt of the requests that made them.")
 
 
-class ModeBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ModeBody(Body):
     mode: str = Field(pattern="^(kvpilot|passive)$")
 
 
@@ -82,6 +126,17 @@ def as_json(record: ActionRecord) -> dict[str, Any]:
     return out
 
 
+def _in_one_line(error: RequestValidationError) -> str:
+    """The first fault: where it is and what is wrong. What was sent is not repeated, it may be unprintable."""
+    first, *others = error.errors()
+    _, *place = first["loc"]
+    where = "" if place and isinstance(place[0], str) else "body"
+    where += "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    more = f" (and {len(others)} more)" if others else ""
+    where = ascii(where.removeprefix("."))[1:-1][:80]
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}{more}"
+
+
 def create_app(
     service: CoordinatorService,
     planner: Planner,
@@ -89,13 +144,14 @@ def create_app(
     metrics: Callable[[], bytes],
     token: str = "",
 ) -> FastAPI:
-    """The ASGI application. With a ``token`` every route but health needs ``Authorization: Bearer``."""
+    """The ASGI application. With a ``token`` every route but health and the API's own description needs
+    ``Authorization: Bearer``."""
 
     def authorised(request: Request) -> None:
         if not token:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not secrets.compare_digest(given, token.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
             raise HTTPException(401, "send Authorization: Bearer with the coordinator's token")
 
     app = FastAPI(
@@ -144,23 +200,26 @@ def create_app(
         }
 
     @app.get(f"{PREFIX}/sessions", dependencies=guard)
-    async def sessions() -> dict[str, Any]:
-        """All known sessions, latest first."""
+    async def sessions(
+        limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 200, offset: Annotated[int, Query(ge=0)] = 0
+    ) -> dict[str, Any]:
+        """A page of the known sessions, latest first; ``total`` says how many there are."""
         known = sorted(service.book.sessions.values(), key=lambda s: -s.last_seen)
-        return {"sessions": [reader.summary(s) for s in known]}
+        shown = known[offset : offset + limit]
+        return {"sessions": [reader.summary(s) for s in shown], "total": len(known)}
 
     @app.get(f"{PREFIX}/sessions/{{session_id:path}}", dependencies=guard)
-    async def session(session_id: str, tenant: Tenant = None) -> dict[str, Any]:
+    async def session(session_id: Id, tenant: Tenant = None) -> dict[str, Any]:
         """One session: segments, where each chunk is, what will happen next."""
         return reader.detail(find(session_id, tenant), planner.decisions)
 
     @app.post(f"{PREFIX}/sessions/{{session_id:path}}/signals", status_code=202, dependencies=guard)
-    async def signals(session_id: str, body: SignalBody, tenant: Tenant = None) -> dict[str, Any]:
+    async def signals(session_id: Id, body: SignalBody, tenant: Tenant = None) -> dict[str, Any]:
         """Tell what the session is doing; the ids of the actions this started are returned."""
         return {"actions": [r.id for r in signal(find(session_id, tenant), body)]}
 
     @app.delete(f"{PREFIX}/sessions/{{session_id:path}}", status_code=202, dependencies=guard)
-    async def end(session_id: str, tenant: Tenant = None) -> dict[str, Any]:
+    async def end(session_id: Id, tenant: Tenant = None) -> dict[str, Any]:
         """The session is over: what only it references is evicted."""
         return {"actions": [r.id for r in signal(find(session_id, tenant), SignalBody(kind=SignalKind.END))]}
 
@@ -195,7 +254,7 @@ def create_app(
 
     @app.get(f"{PREFIX}/actions", dependencies=guard)
     async def actions(
-        session: str | None = None,
+        session: Id | None = None,
         tenant: Tenant = None,
         limit: Annotated[int, Query(ge=1, le=5000)] = 100,
     ) -> dict[str, Any]:
@@ -208,7 +267,7 @@ def create_app(
         return {"actions": out}
 
     @app.get(f"{PREFIX}/actions/{{action_id}}", dependencies=guard)
-    async def action(action_id: str, wait: Wait = 0.0) -> dict[str, Any]:
+    async def action(action_id: Id, wait: Wait = 0.0) -> dict[str, Any]:
         """One action and what became of it."""
         record = await service.actions.wait(action_id, wait)
         if record is None:
@@ -218,10 +277,7 @@ def create_app(
     @app.post(f"{PREFIX}/chunks/locate", dependencies=guard)
     async def locate(body: LocateBody) -> dict[str, Any]:
         """Where chunks are, asked now from the cache layer's directory (which lags about a second)."""
-        try:
-            chunks = [bytes.fromhex(text) for text in body.chunks]
-        except ValueError as error:
-            raise HTTPException(422, f"a chunk hash is 64 hex digits: {error}") from None
+        chunks = [bytes.fromhex(text) for text in body.chunks]
         try:
             found = await service.backend.locate(service.space_of(body.salt), chunks)
         except BackendError as error:
@@ -244,6 +300,10 @@ def create_app(
     @app.get("/metrics", dependencies=guard, include_in_schema=False)
     async def prometheus() -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(RequestValidationError)
+    async def refused(request: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"detail": _in_one_line(error)}, status_code=422)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -2,16 +2,22 @@
 
 Actions are written before they are acknowledged. Sessions change with every request and are written at most a
 quarter of a second later; what a crash loses of them, the session's next full prompt repairs.
+
+Nothing waits for a store that cannot be written (disk full, locked): what it missed is kept and written with the
+first flush that works again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +30,8 @@ from kvpilot.sessions.references import ReferenceTable
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.25
+BUSY_TIMEOUT_MS = 100
+"""How long a write waits for another program that has the file locked."""
 ACTIONS_KEPT = 5000
 SCHEMA_VERSION = 1
 SCHEMA = """
@@ -64,6 +72,13 @@ class SessionRow(msgspec.Struct):
     threads: list[ThreadRow]
 
 
+T = TypeVar("T")
+P = ParamSpec("P")
+LateAction = tuple[ActionRecord, Work | None]
+
+_UNREADABLE = (ValueError, TypeError)
+"""What decoding a damaged row raises (msgspec's errors are ValueErrors)."""
+
 _row_decoder = msgspec.msgpack.Decoder(SessionRow)
 _record_decoder = msgspec.msgpack.Decoder(ActionRecord)
 _work_decoder = msgspec.msgpack.Decoder(Work)
@@ -74,17 +89,11 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
-            raise RuntimeError(
-                f"{path} was written by another version of kvpilot (schema {version}); move it away"
-            )
-        self._db.executescript(SCHEMA)
-        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        self._path = path
+        self._db = _open(path)
         self._dirty: dict[SessionKey, Session | None] = {}
+        self._late: dict[str, LateAction] = {}
+        self._working = True
         self._lock = asyncio.Lock()
 
     # ------------------------------------------------------------ sessions
@@ -96,26 +105,50 @@ class Store:
         self._dirty[session.key] = None
 
     async def flush(self, references: ReferenceTable) -> None:
-        """Write what changed since the last flush."""
-        if not self._dirty:
-            return
-        dirty, self._dirty = self._dirty, {}
-        rows = {key: _row(s, references) if s is not None else None for key, s in dirty.items()}
-        async with self._lock:
-            await asyncio.to_thread(self._write, rows)
+        """Write what changed since the last flush; what cannot be written is kept for the next."""
+        # Who is cancelled meanwhile does not take along what the worker thread has in hand.
+        await asyncio.shield(self._flush(references))
 
-    def _write(self, rows: dict[SessionKey, SessionRow | None]) -> None:
-        with self._db:
-            self._db.execute("BEGIN")
-            for (tenant, session_id), row in rows.items():
-                if row is None:
-                    self._db.execute("DELETE FROM sessions WHERE tenant=? AND id=?", (tenant, session_id))
-                    continue
-                for thread in row.threads:
-                    if thread.tokens is not None:
-                        thread.tokens = zlib.compress(thread.tokens, 1)
-                data = msgspec.msgpack.encode(row)
-                self._db.execute("REPLACE INTO sessions VALUES (?, ?, ?)", (tenant, session_id, data))
+    async def _flush(self, references: ReferenceTable) -> None:
+        async with self._lock:
+            dirty, late = self._dirty, dict(self._late)
+            if not dirty and not late:
+                return
+            rows = {key: _row(s, references) if s is not None else None for key, s in dirty.items()}
+            self._dirty = {}
+            try:
+                await asyncio.to_thread(self._write, late, rows)
+            except sqlite3.Error as error:
+                self._dirty = dirty | self._dirty
+                self._fails(error)
+                return
+            for action_id, entry in late.items():
+                if self._late.get(action_id) is entry:
+                    del self._late[action_id]
+            if not self._working:
+                log.info("%s is written again", self._path)
+            self._working = True
+
+    def _write(self, late: dict[str, LateAction], rows: dict[SessionKey, SessionRow | None]) -> None:
+        # No transaction: it would take in the actions that are acknowledged meanwhile, and undo them.
+        for action_id, entry in late.items():
+            _by_itself(f"action {action_id}", self._write_action, *entry)
+        for key, row in rows.items():
+            _by_itself(f"session {key!r}", self._write_session, key, row)
+
+    def _write_session(self, key: SessionKey, row: SessionRow | None) -> None:
+        if row is None:
+            self._db.execute("DELETE FROM sessions WHERE tenant=? AND id=?", key)
+            return
+        for thread in row.threads:
+            if thread.tokens is not None:
+                thread.tokens = zlib.compress(thread.tokens, 1)
+        self._db.execute("REPLACE INTO sessions VALUES (?, ?, ?)", (*key, msgspec.msgpack.encode(row)))
+
+    def _fails(self, error: sqlite3.Error) -> None:
+        if self._working:
+            log.warning("%s cannot be written (%s): changes are kept until it can be", self._path, error)
+        self._working = False
 
     def load_sessions(self) -> Iterator[tuple[Session, list[tuple[Thread, TokenArray | None]]]]:
         """Sessions as they were, each thread with the context it referenced; unreadable rows are skipped."""
@@ -123,13 +156,25 @@ class Store:
             try:
                 row = _row_decoder.decode(data)
                 yield _session(row), [(_thread(row, t), _tokens(t)) for t in row.threads]
-            except (msgspec.DecodeError, zlib.error, ValueError) as error:
-                log.warning("stored session %s/%s is unreadable and skipped: %s", tenant, session_id, error)
+            except (*_UNREADABLE, zlib.error) as error:
+                _skipped(f"session {tenant}/{session_id}", error)
 
     # ------------------------------------------------------------ actions
 
     def put_action(self, record: ActionRecord, work: Work | None) -> None:
-        """Durable when it returns. ``work`` None keeps what was stored with the record before."""
+        """Durable when it returns, if the store works. ``work`` None keeps what came with the record before."""
+        if self._working and record.id not in self._late:
+            try:
+                _by_itself(f"action {record.id}", self._write_action, record, work)
+                return
+            except sqlite3.Error as error:
+                self._fails(error)
+        _, before = self._late.get(record.id, (record, None))
+        self._late[record.id] = (record, work or before)
+        while len(self._late) > ACTIONS_KEPT:
+            del self._late[next(iter(self._late))]
+
+    def _write_action(self, record: ActionRecord, work: Work | None) -> None:
         self._db.execute(
             "INSERT INTO actions VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
             " open=excluded.open, record=excluded.record,"
@@ -144,14 +189,17 @@ class Store:
         )
 
     def load_actions(self) -> tuple[list[ActionRecord], list[tuple[ActionRecord, Work | None]]]:
-        """Closed actions, oldest first, and the open ones with their work."""
+        """Closed actions, oldest first, and the open ones with their work; unreadable rows are skipped."""
         closed: list[ActionRecord] = []
         pending: list[tuple[ActionRecord, Work | None]] = []
-        rows = self._db.execute("SELECT record, work FROM actions ORDER BY created, id").fetchall()
-        for raw, work in rows:
-            record = _record_decoder.decode(raw)
+        rows = self._db.execute("SELECT id, record, work FROM actions ORDER BY created, id").fetchall()
+        for action_id, raw, packed in rows:
+            record = _read(_record_decoder, raw, f"action {action_id}")
+            if record is None:
+                continue
             if record.open:
-                pending.append((record, _work_decoder.decode(work) if work else None))
+                work = _read(_work_decoder, packed, f"work of action {action_id}") if packed else None
+                pending.append((record, work))
             else:
                 closed.append(record)
         return closed, pending
@@ -170,10 +218,76 @@ class Store:
 
     def load_memory(self, name: str) -> object | None:
         row = self._db.execute("SELECT data FROM memory WHERE name=?", (name,)).fetchone()
-        return None if row is None else msgspec.msgpack.decode(row[0])
+        return None if row is None else _read(msgspec.msgpack.Decoder(), row[0], name)
 
     def close(self) -> None:
         self._db.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """The file's connection; a file that is no intact database is moved aside and begun anew.
+
+    Raises RuntimeError with what to do where it cannot be opened at all.
+    """
+    try:
+        return _connect(path)
+    except sqlite3.OperationalError as error:
+        raise RuntimeError(
+            f"{path} cannot be opened ({error}): end what else uses it, make it and its folder writable,"
+            " or set another state_dir"
+        ) from None
+    except sqlite3.DatabaseError as error:
+        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+        log.warning("%s is damaged (%s): moved to %s, starting with an empty store", path, error, aside)
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").rename(f"{aside}{suffix}")
+        return _connect(path)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    try:
+        db.text_factory = lambda raw: raw.decode(errors="replace")
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            raise RuntimeError(
+                f"{path} was written by another version of kvpilot (schema {version}); move it away"
+            )
+        db.executescript(SCHEMA)
+        db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        db.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    except Exception:
+        db.close()
+        raise
+    return db
+
+
+def _by_itself(what: str, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """A row that cannot be written costs only itself. Raises sqlite3.Error where the store is at fault."""
+    try:
+        write(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.DataError):
+            raise
+        log.warning("%s cannot be stored as it is: %s", what, error)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T | None:
+    try:
+        return decoder.decode(data)
+    except _UNREADABLE as error:
+        _skipped(what, error)
+        return None
+
+
+def _skipped(what: str, error: Exception) -> None:
+    log.warning("stored %s is unreadable and skipped: %s", what, error)
 
 
 def _row(session: Session, references: ReferenceTable) -> SessionRow:

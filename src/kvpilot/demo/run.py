@@ -212,9 +212,9 @@ def print_result(document: dict[str, Any], console: Console) -> None:
             f"evicted between turns: tokens {verdict}."
         )
         for question, answer in zip(("first", "second", "third"), document["answers"], strict=False):
-            console.print(f"  [dim]{question}: {answer[:90]!r}[/dim]")
+            console.print(f"  {question}: {answer[:90]!r}", style="dim")
     console.print(
-        "\nNext: [bold]kvpilot up[/bold] starts the stack for your own agents; [bold]kvpilot bench tiers[/bold] "
-        "shows what each tier is worth;\n[bold]kvpilot replay[/bold] plays recorded agents. "
+        "\nNext: `kvpilot up` starts the stack for your own agents; `kvpilot bench tiers` shows what each tier "
+        "is worth;\n`kvpilot replay` plays recorded agents. "
         "The numbers above are in out/demo.json; how it works: README.md."
     )

@@ -116,7 +116,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
             + f"; {row['kept_chunks']} kept, the next call found {row['cached_tokens']} tokens cached"
         )
     for note in document["notes"]:
-        console.print(f"[dim]note: {note}[/dim]")
+        console.print(f"note: {note}", style="dim")
 
 
 def milliseconds(value: float | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvpilot import __version__
 from kvpilot.config import Config
@@ -56,7 +57,7 @@ def diagnose(config: Config) -> list[Finding]:
     return findings
 
 
-def print_report(findings: list[Finding], *, as_json: bool) -> bool:
+def print_report(findings: list[Finding], console: Console, *, as_json: bool) -> bool:
     """Print ``findings``; returns whether none of them is a failure."""
     healthy = all(finding.verdict != "fail" for finding in findings)
     if as_json:
@@ -64,11 +65,11 @@ def print_report(findings: list[Finding], *, as_json: bool) -> bool:
             json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)
         )
         return healthy
-    marks = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
+    marks = {"ok": Text("✓", "green"), "warn": Text("!", "yellow"), "fail": Text("✗", "red")}
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.check, finding.detail)
-    Console(soft_wrap=True, highlight=False).print(table)
+    console.print(table)
     return healthy
 
 

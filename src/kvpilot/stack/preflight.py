@@ -98,6 +98,18 @@ def resolve_ports(config: Config, *, embedded: bool) -> Config:
     )
 
 
+def check_sizes(config: Config) -> None:
+    """Raises StackError when contexts, chunks and blocks of the embedded engine do not go together."""
+    longest, chunk, block = config.engine.max_model_len, config.lmcache.chunk_size, config.engine.block_size
+    if chunk % block:
+        raise StackError(f"lmcache.chunk_size {chunk} must be a multiple of engine.block_size {block}")
+    if longest < chunk:
+        raise StackError(
+            f"contexts of {longest} tokens are shorter than a chunk ({chunk}), so nothing would be cached: "
+            "raise --max-model-len (engine.max_model_len)"
+        )
+
+
 def check_memory(config: Config, size: ModelSize) -> None:
     """Raises StackError when tiers, model and processes do not fit what this machine has left."""
     pool = plan.device_bytes(config, size)

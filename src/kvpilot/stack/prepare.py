@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import http.client
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from kvpilot.config import Config, dump_config
 from kvpilot.link import make_runtime_dir, runtime_dir
@@ -16,6 +19,18 @@ from kvpilot.stack import StackError, models, plan, preflight
 from kvpilot.stack.engine_env import find_engine_python
 
 Say = Callable[[str], None]
+
+
+class ServedModel(msgspec.Struct):
+    """An entry of /v1/models; engines other than vLLM tell only ``id``."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: Annotated[list[ServedModel], msgspec.Meta(min_length=1)]
 
 
 @dataclass(slots=True)
@@ -34,6 +49,7 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
         raise StackError(wrong)
     if embedded:
         models.check_model(config.engine.model)
+        preflight.check_sizes(config)
     config = preflight.resolve_ports(config, embedded=embedded)
     engines: list[plan.ProcessSpec] = []
     if embedded:
@@ -72,11 +88,6 @@ def _resolve_engine(config: Config, path: str, size: models.ModelSize, say: Say)
             f"device pool of {engine.device_blocks * engine.block_size} tokens cannot hold one context "
             f"of {longest}: raise --device-tokens or lower --max-model-len"
         )
-    if config.lmcache.chunk_size % engine.block_size:
-        raise StackError(
-            f"lmcache.chunk_size {config.lmcache.chunk_size} must be a multiple of "
-            f"engine.block_size {engine.block_size}"
-        )
     return config.with_overrides(
         engine={
             "model": path,
@@ -92,32 +103,41 @@ def _resolve_engine(config: Config, path: str, size: models.ModelSize, say: Say)
 
 
 def _resolve_served(config: Config) -> Config:
-    """Ask the running engine for the model it serves. Raises StackError when it does not answer."""
+    """Take over what the running engine says of its model. Raises StackError when it does not answer."""
+    model = ask_engine(config)
+    root = model.root or model.id
+    return config.with_overrides(
+        engine={
+            "model": root,
+            "served_model_name": model.id,
+            "cache_model_name": config.engine.cache_model_name or root,
+            "max_model_len": model.max_model_len or config.engine.max_model_len,
+        }
+    )
+
+
+def ask_engine(config: Config) -> ServedModel:
+    """The first model the running engine serves. Raises StackError when it does not tell."""
     engine = config.engine
     request = urllib.request.Request(f"{engine.url.rstrip('/')}/v1/models")
     if engine.api_key:
         request.add_header("Authorization", f"Bearer {engine.api_key}")
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
-            model = json.load(reply)["data"][0]
+            return msgspec.json.decode(reply.read(), type=_ModelList).data[0]
     except urllib.error.HTTPError as error:
+        advice = "engine.api_key" if error.code in (401, 403) else "--engine (engine.url)"
+        raise StackError(f"engine {engine.url} answers {error.code} to /v1/models: check {advice}") from None
+    except msgspec.MsgspecError:
         raise StackError(
-            f"engine {engine.url} answers {error.code} to /v1/models: check engine.api_key"
+            f"engine {engine.url} answers /v1/models with something else than a list of models: "
+            "check --engine (engine.url)"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
         raise StackError(
-            f"engine {engine.url} does not answer /v1/models ({reason}): check --engine"
+            f"engine {engine.url} does not answer /v1/models ({reason}): check --engine (engine.url)"
         ) from None
-    root = model.get("root") or model["id"]
-    return config.with_overrides(
-        engine={
-            "model": root,
-            "served_model_name": model["id"],
-            "cache_model_name": engine.cache_model_name or root,
-            "max_model_len": model.get("max_model_len") or engine.max_model_len,
-        }
-    )
 
 
 def _listen(config: Config) -> socket.socket:
