@@ -1,0 +1,23 @@
+"""What `kvpilot replay` refuses, before it starts anything."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpilot.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hints", "foo"], ("--hints foo", "none", "lifecycle")),
+        (["--mode", "foo"], ("--mode foo", "kvpilot", "passive")),
+    ],
+)
+def test_a_choice_that_there_is_not_names_its_option_and_the_choices(
+    arguments: list[str], words: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(app, ["replay", "trace", *arguments])
+    assert done.exit_code == 2
+    assert all(word in done.stderr for word in words)
