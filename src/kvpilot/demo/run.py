@@ -87,7 +87,8 @@ async def _measure(
 ) -> dict[str, Any]:
     """The document of the rounds, published after each of them."""
     tiers = await room.tier_sizes()
-    document: dict[str, Any] = {}
+    document: dict[str, Any] = {"tiers": tiers}
+    publish({"complete": False, **document})  # Now, not minutes later, it turns out if it cannot be written.
     async for played in _rounds(room, project, load, order, say):
         document = summarise(played, tiers)
         document["workload"] = {name: getattr(load, name) for name in load.__slots__}
