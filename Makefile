@@ -25,7 +25,7 @@ help: ## List the targets
 setup: .venv/.done .venv-engine/.done ## Make both environments (about a minute with a fast network)
 	@echo "setup: done"
 
-demo: setup ## Three coding agents on a real engine, with and without kvpilot: what it saves (out/demo.json)
+demo: setup ## Three coding agents on a real engine, with and without kvpilot: 10 minutes, out/demo.json
 	@.venv/bin/kvpilot demo
 
 test: setup ## All tests, on the real vLLM and LMCache too

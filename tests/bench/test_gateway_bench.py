@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,10 @@ from kvpilot.bench.load import LoadResult, measure, request_body
 from kvpilot.bench.processes import mock_engine
 
 
-def test_the_gateway_alone_is_compared_with_no_gateway() -> None:
+def test_the_gateway_alone_is_compared_with_no_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     options = GatewayBenchOptions(
         seconds=1, rounds=1, workers=1, body_kb=20, rivals=(), coordinator=True, coordinator_seconds=2
     )
@@ -29,7 +33,11 @@ def test_the_gateway_alone_is_compared_with_no_gateway() -> None:
         "added p50 ms, 1 connection",
         "added p99 ms, 1 connection",
     }
-    print_table(document, Console(file=io.StringIO()))
+    shown = io.StringIO()
+    print_table(document, Console(file=shown, width=80))
+    table = shown.getvalue().split("met:")[0].split("missed:")[0]
+    assert "+p99 ms" in table and "…" not in table
+    assert not [*tmp_path.iterdir()], "sockets are left behind"
 
 
 def test_load_without_wrk(monkeypatch: pytest.MonkeyPatch) -> None:

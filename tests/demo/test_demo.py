@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from rich.console import Console
+
+from kvpilot.bench.lab import BenchError
+from kvpilot.demo import run
 from kvpilot.demo.agents import JOB_QUESTIONS, SCRIPTS, Agent, job_documents, job_messages, system_prompt
 from kvpilot.demo.rounds import Keys, Turn, Workload
-from kvpilot.demo.run import summarise
+from kvpilot.demo.run import print_result, run_demo, summarise
 from kvpilot.demo.tools import Toolbox, ToolCall, small_project
 from tests.replay.test_render import TEXTS
 
@@ -95,3 +106,75 @@ def test_ratios_are_of_the_same_turn_in_the_same_pair_of_rounds() -> None:
     assert document["passive"]["ttft_ms"] == {"p50": 1500, "p90": 1900}
     assert (document["passive"]["cached_share"], document["kvpilot"]["cached_share"]) == (0.1, 0.9)
     assert document["order"] == ["passive", "kvpilot", "kvpilot", "passive"]
+
+
+class FakeRoom:
+    """What the demo asks of a stack beside its rounds."""
+
+    texts = TEXTS
+
+    def __init__(self) -> None:
+        self.gateway = SimpleNamespace(chat=self._nothing)
+        self.control = SimpleNamespace(set_mode=self._nothing)
+
+    async def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def tier_sizes(self) -> dict[str, int]:
+        return {"host": 1}
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Turn] | Exception]:
+    """The demo without a stack: what its rounds give, in order."""
+    to_play: list[list[Turn] | Exception] = []
+
+    @contextmanager
+    def no_stack(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def fake_lab(_: Any) -> AsyncIterator[FakeRoom]:
+        yield FakeRoom()
+
+    async def play() -> list[Turn]:
+        turns = to_play.pop(0)
+        if isinstance(turns, Exception):
+            raise turns
+        return turns
+
+    monkeypatch.setattr(run, "kv_bytes_per_token", lambda _: 4096)
+    monkeypatch.setattr(run, "launch", no_stack)
+    monkeypatch.setattr(run, "lab", fake_lab)
+    monkeypatch.setattr(run, "reset_tiers", FakeRoom()._nothing)
+    monkeypatch.setattr(run, "Round", lambda *_: SimpleNamespace(play=play))
+    return to_play
+
+
+def two_turns(ttft: float) -> list[Turn]:
+    return [turn("a", 0, 900, 0), turn("a", 1, ttft, 500)]
+
+
+def test_what_was_measured_before_a_failure_is_known(
+    rounds: list[list[Turn] | Exception], tmp_path: Path
+) -> None:
+    rounds += [two_turns(1000), two_turns(300), BenchError("the engine went away")]
+    known: list[dict[str, Any]] = []
+    with pytest.raises(BenchError):
+        run_demo(tmp_path, known.append)
+    assert [document["complete"] for document in known] == [False] * 3
+    assert known[1]["order"] == ["passive"]
+    assert known[-1]["paired_ratio_ttft"] == 0.3
+
+
+def test_the_last_document_is_the_result_and_the_user_is_told_where_it_is(
+    rounds: list[list[Turn] | Exception], tmp_path: Path
+) -> None:
+    rounds += [two_turns(1000), two_turns(300)]
+    known: list[dict[str, Any]] = []
+    document = run_demo(tmp_path, known.append, order=("passive", "kvpilot"), answers=False)
+    assert known[-1] == document
+    assert "complete" not in document and document["took_s"] >= 0
+    shown = io.StringIO()
+    print_result(document, Console(file=shown, width=200), Path("elsewhere/numbers.json"))
+    assert "elsewhere/numbers.json" in shown.getvalue() and "out/demo.json" not in shown.getvalue()

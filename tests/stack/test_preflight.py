@@ -81,13 +81,22 @@ def test_one_port_for_two_services_is_refused() -> None:
         resolve_ports(twice, embedded=True)
 
 
-def test_up_with_a_taken_port_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_tier_beyond_the_disk_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    line = refused(kvpilot("up", "--any-ports", "--disk-gb", "1000000", state=state))
+    assert "too little disk" in line
+    assert "--disk-gb" in line
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("others", [[], ["--any-ports"]])
+def test_up_with_a_taken_port_says_so_and_leaves_nothing(others: list[str], tmp_path: Path) -> None:
     state = tmp_path / "state"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refused(kvpilot("up", "--port", str(port), state=state))
+        line = refused(kvpilot("up", *others, "--port", str(port), state=state))
     assert f"port {port} (gateway) is taken" in line
     assert "--port" in line
     assert not state.exists()

@@ -18,6 +18,7 @@ from pathlib import Path
 from kvpilot.bench.load import PATH
 from kvpilot.config import Config, dump_config
 from kvpilot.gateway.__main__ import bind
+from kvpilot.stack.state import remove_runtime
 
 START_TIMEOUT_S = 180.0
 _METRIC = re.compile(r'^kvpilot_gateway_events_(\w+)\{worker="(\d+)"\} (\S+)$', re.MULTILINE)
@@ -129,6 +130,8 @@ def kvpilot_gateway(folder: Path, engine_url: str, workers: int) -> Iterator[Gat
             lmcache={"nodes": [nowhere], "coordinator": nowhere, "timeout_s": 0.5},
             state={"dir": str(folder / "state")},
         )
+        # Whoever takes the events may make it; it goes when they and the workers have ended.
+        stack.callback(remove_runtime, config)
         file = folder / "kvpilot.json"
         file.write_bytes(dump_config(config))
         command = [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvpilot.cli.options import ConfigOption, StateOption, load
+from kvpilot.cli.options import ConfigOption, OwnStateOption, load
 from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
@@ -37,7 +36,7 @@ def tiers(
         Path | None, typer.Option("--plot", help="Draw the results here (PNG).", show_default=False)
     ] = None,
     config: ConfigOption = None,
-    state: StateOption = None,
+    state: OwnStateOption = None,
 ) -> None:
     """What a session's next turn costs when its KV was pushed out: kvpilot, passive, recompute, limits."""
     from kvpilot.backends.base import BackendError
@@ -45,6 +44,7 @@ def tiers(
     from kvpilot.bench.tiers_report import bench_tiers, plot, print_table
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.run import write_json
+    from kvpilot.stack.launch import own_state
 
     with user_errors(BenchError, ControlError, BackendError, ValueError):
         try:
@@ -53,8 +53,8 @@ def tiers(
             raise ValueError(f"--contexts {contexts}: give numbers with commas between them") from None
         if with_33k:
             lengths.append(33_792)
-        with tempfile.TemporaryDirectory(prefix="kvpilot-bench-") as folder:
-            settings = load(config, state or Path(folder), engine={"model": model})
+        with own_state("bench", state) as folder:
+            settings = load(config, folder, engine={"model": model})
             document = bench_tiers(settings, lengths, rounds)
         if json_file is not None:
             write_json(json_file, document)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvpilot.cli.options import StateOption
+from kvpilot.cli.options import OwnStateOption
 from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
@@ -21,22 +20,17 @@ def demo(
     json_file: Annotated[Path, typer.Option("--json", help="Write the results here.")] = Path(
         "out/demo.json"
     ),
-    state: StateOption = None,
-    answers: Annotated[
-        bool, typer.Option(help="Compare the answers of a real small model too (two minutes more).")
-    ] = True,
+    state: OwnStateOption = None,
+    answers: Annotated[bool, typer.Option(help="Compare the answers of a real small model too.")] = True,
 ) -> None:
-    """Three coding agents with other tenants beside them, without and with kvpilot. About six minutes."""
+    """Three coding agents with other tenants beside them, without and with kvpilot. About ten minutes on two cores."""
     from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
     from kvpilot.demo.run import print_result, run_demo
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.run import write_json
+    from kvpilot.stack.launch import own_state
 
-    with (
-        user_errors(BenchError, ControlError, BackendError),
-        tempfile.TemporaryDirectory(prefix="kvpilot-demo-") as folder,
-    ):
-        document = run_demo(state or Path(folder), answers=answers)
-        write_json(json_file, document)
-        print_result(document, console())
+    with user_errors(BenchError, ControlError, BackendError), own_state("demo", state) as folder:
+        document = run_demo(folder, lambda so_far: write_json(json_file, so_far), answers=answers)
+        print_result(document, console(), json_file)

@@ -31,6 +31,17 @@ StateOption = Annotated[
         show_default=False,
     ),
 ]
+OwnStateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="PATH",
+        parser=_folder,
+        help="Folder of logs, embedded store and disk tier (default: a temporary one, removed at the end).",
+        show_default=False,
+    ),
+]
+"""Of commands that start a stack, use it and stop it."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

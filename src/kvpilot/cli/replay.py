@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvpilot.cli.options import ConfigOption, StateOption, load
+from kvpilot.cli.options import ConfigOption, OwnStateOption, load
 from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 from kvpilot.config import check_url
@@ -21,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def replay(
     traces: Annotated[
         list[str],
-        typer.Argument(help="Trace files, or names below $KVPILOT_TRACES (default ../shared/traces)."),
+        typer.Argument(help="Files of recorded agents, or their names below $KVPILOT_TRACES."),
     ],
     mode: Annotated[str, typer.Option(help="kvpilot = act, passive = only observe.")] = "kvpilot",
     hints: Annotated[
@@ -67,7 +66,7 @@ def replay(
     host_gb: Annotated[float | None, typer.Option(help="Host tier in GB.", show_default=False)] = None,
     disk_gb: Annotated[float | None, typer.Option(help="Disk tier in GB.", show_default=False)] = None,
     config: ConfigOption = None,
-    state: StateOption = None,
+    state: OwnStateOption = None,
 ) -> None:
     """Replay recorded agents through the gateway: prompts, pauses, tools and compactions as they were."""
     from kvpilot.replay.client import ControlError
@@ -76,7 +75,7 @@ def replay(
     from kvpilot.replay.run import ReplayRequest, Where, own_stack, trace_names, write_json
     from kvpilot.replay.run import replay as run
     from kvpilot.replay.text import TextError
-    from kvpilot.stack.launch import with_free_ports
+    from kvpilot.stack.launch import own_state, with_free_ports
     from kvpilot.stack.models import model_path, served_name
     from kvpilot.traces import TraceError
 
@@ -89,6 +88,8 @@ def replay(
     with user_errors(TraceError, TextError, ControlError, ValueError):
         if mode not in ("kvpilot", "passive"):
             raise ValueError(f"--mode {mode}: use kvpilot or passive")
+        if hints not in tuple(Hints):
+            raise ValueError(f"--hints {hints}: use {' or '.join(Hints)}")
         request = ReplayRequest(
             traces=trace_names(traces),
             mode=mode,
@@ -118,10 +119,9 @@ def replay(
             )
             document = run(request, where)
         else:
-            with tempfile.TemporaryDirectory(prefix="kvpilot-replay-") as folder:
-                if state is None:
-                    settings = settings.with_overrides(state={"dir": folder})
-                with own_stack(with_free_ports(settings), tenants) as where:
+            with own_state("replay", state) as folder:
+                settings = with_free_ports(settings.with_overrides(state={"dir": str(folder)}))
+                with own_stack(settings, tenants) as where:
                     document = run(request, where)
     if json_file is not None:
         write_json(json_file, document)

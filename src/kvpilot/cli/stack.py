@@ -84,7 +84,13 @@ def up(
     if device_tokens is not None:
         blocks = -(-device_tokens // settings.engine.block_size) + 1
         settings = settings.with_overrides(engine={"device_blocks": blocks})
-    run_stack(with_free_ports(settings) if any_ports else settings, embedded=True)
+    if any_ports:
+        # A port that is named is meant.
+        named = {"gateway": port, "coordinator": control_port}
+        settings = with_free_ports(settings).with_overrides(
+            **{section: {"port": given} for section, given in named.items() if given is not None}
+        )
+    run_stack(settings, embedded=True)
 
 
 def serve(

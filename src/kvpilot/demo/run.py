@@ -7,7 +7,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,30 @@ class Narrator:
         return time.monotonic() - self._began
 
 
-def run_demo(state: Path, order: Sequence[str] = ORDER, answers: bool = True) -> dict[str, Any]:
+Publish = Callable[[dict[str, Any]], None]
+
+
+def run_demo(
+    state: Path, publish: Publish, order: Sequence[str] = ORDER, answers: bool = True
+) -> dict[str, Any]:
     """Run it in ``state`` (a folder of its own) and return the document of ``out/demo.json``.
 
+    ``publish`` gets it too, and before that, after every stage, what is known so far (``complete`` is false).
     Raises BenchError, ControlError, StackError.
     """
     say, load = Narrator(), Workload()
     with small_project() as project:
         say(f"starting vLLM, LMCache and kvpilot with small tiers (model {MEASURED_MODEL})")
-        with launch(_measured_config(state / "measured", load, len(order)), wait_s=600) as stack:
+        with launch(_measured_config(state / "measured", load, len(order)), echo=True) as stack:
 
-            async def measure() -> tuple[Played, dict[str, int]]:
+            async def measure() -> dict[str, Any]:
                 async with lab(stack) as room:
-                    return await _play(room, project, load, order, say), await room.tier_sizes()
+                    return await _measure(room, project, load, order, publish, say)
 
-            played, tiers = asyncio.run(measure())
-        document = summarise(played, tiers)
-        document["workload"] = {name: getattr(load, name) for name in load.__slots__}
+            document = asyncio.run(measure())
         if answers:
             say(f"starting again with a real small model ({ANSWERING_MODEL}) to compare answers")
-            with launch(_answering_config(state / "answering"), wait_s=600) as stack:
+            with launch(_answering_config(state / "answering"), echo=True) as stack:
 
                 async def compare() -> dict[str, Any]:
                     async with lab(stack) as room:
@@ -74,10 +78,28 @@ def run_demo(state: Path, order: Sequence[str] = ORDER, answers: bool = True) ->
 
                 document |= asyncio.run(compare())
     document["took_s"] = round(say.seconds)
+    publish(document)
     return document
 
 
-async def _play(room: Lab, project: Path, load: Workload, order: Sequence[str], say: Narrator) -> Played:
+async def _measure(
+    room: Lab, project: Path, load: Workload, order: Sequence[str], publish: Publish, say: Narrator
+) -> dict[str, Any]:
+    """The document of the rounds, published after each of them."""
+    tiers = await room.tier_sizes()
+    document: dict[str, Any] = {"tiers": tiers}
+    publish({"complete": False, **document})  # Now, not minutes later, it turns out if it cannot be written.
+    async for played in _rounds(room, project, load, order, say):
+        document = summarise(played, tiers)
+        document["workload"] = {name: getattr(load, name) for name in load.__slots__}
+        publish({"complete": False, **document})
+    return document
+
+
+async def _rounds(
+    room: Lab, project: Path, load: Workload, order: Sequence[str], say: Narrator
+) -> AsyncIterator[Played]:
+    """All rounds played so far, after each one."""
     toolbox = Toolbox(project, room.texts)
     await room.gateway.chat([{"role": "user", "content": "warm up"}], 2, api_key=Keys.of_round(0).agents)
     played: Played = []
@@ -88,7 +110,7 @@ async def _play(room: Lab, project: Path, load: Workload, order: Sequence[str], 
         run_id, keys = f"d{secrets.token_hex(2)}-{number + 1}", Keys.of_round(number + 1)
         turns = await Round(room, toolbox, load, run_id, keys, lambda line: say("  " + line)).play()
         played.append((mode, turns))
-    return played
+        yield played
 
 
 def _chunk_gb(model: str, config: Config) -> float:
@@ -175,7 +197,7 @@ def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
 
-def print_result(document: dict[str, Any], console: Console) -> None:
+def print_result(document: dict[str, Any], console: Console, written: Path) -> None:
     """The result for somebody who sees this for the first time."""
     console.print()
     table = Table(title="Three coding agents coming back from their tools", title_justify="left")
@@ -216,5 +238,5 @@ def print_result(document: dict[str, Any], console: Console) -> None:
     console.print(
         "\nNext: `kvpilot up` starts the stack for your own agents; `kvpilot bench tiers` shows what each tier "
         "is worth;\n`kvpilot replay` plays recorded agents. "
-        "The numbers above are in out/demo.json; how it works: README.md."
+        f"The numbers above are in {written}; how it works: README.md."
     )

@@ -19,6 +19,7 @@ from kvpilot.replay.driver import Replayer, TurnRow
 from kvpilot.replay.plan import Hints, PlannedSession, ReplayOptions, choose_scale, plan_overlay
 from kvpilot.replay.report import lengths, totals
 from kvpilot.replay.text import TextMaker
+from kvpilot.stack import StackError
 from kvpilot.traces import TraceError, find_trace, overlay, read_trace
 from kvpilot.traces.overlay import chained
 
@@ -202,9 +203,12 @@ def say(line: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Pretty-printed JSON, folders made as needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    """Pretty-printed JSON, folders made as needed. Raises StackError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    except OSError as error:
+        raise StackError(f"cannot write {path} ({error.strerror}): change --json") from None
 
 
 def trace_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvpilot import __version__
-from kvpilot.config import Config
+from kvpilot.config import Config, is_loopback
 from kvpilot.stack import StackError, models, plan, preflight
 from kvpilot.stack.engine_env import PINS, find_engine_python, installed_versions
 from kvpilot.stack.launch import running
-from kvpilot.stack.state import supervisor_pid
+from kvpilot.stack.prepare import ask_engine
+from kvpilot.stack.state import read_status, supervisor_pid
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -38,9 +40,11 @@ class Finding:
 def diagnose(config: Config) -> list[Finding]:
     """All findings: of the machine, and of the services (the running stack's, else the configured ones)."""
     up = running(config)
+    own_engines = _starts_engines(config)
     findings = [Finding("kvpilot", "ok", f"{__version__}, Python {sys.version.split()[0]}")]
     findings += _guarded("configuration", lambda: _configuration(config))
-    findings += _guarded("engine environment", lambda: _engine_environment(config))
+    environment = _guarded("engine environment", lambda: _engine_environment(config))
+    findings += environment if own_engines else [_only_for_up(finding) for finding in environment]
     if up is not None:
         findings.append(Finding("stack", "ok", f"up in {config.state_dir} (pid {up.status.pid})"))
         findings += _restarts(up.restarts)
@@ -50,9 +54,11 @@ def diagnose(config: Config) -> list[Finding]:
             f"starting in {config.state_dir} (pid {pid})" if pid else f"not running in {config.state_dir}"
         )
         findings.append(Finding("stack", "warn" if pid else "ok", starting))
-        findings += _guarded("memory", lambda: _memory(config))
+        if own_engines:
+            findings += _guarded("model", lambda: _model(config))
+            findings += _guarded("memory", lambda: _memory(config))
         if pid is None:
-            findings += _guarded("ports", lambda: _ports(config))
+            findings += _guarded("ports", lambda: _ports(config, embedded=own_engines))
     findings += _services(up.config if up is not None else config, expected=up is not None)
     return findings
 
@@ -73,6 +79,20 @@ def print_report(findings: list[Finding], console: Console, *, as_json: bool) ->
     return healthy
 
 
+def _starts_engines(config: Config) -> bool:
+    """Whether this is about `kvpilot up`: not when engines that are already up are, or can be, served."""
+    if supervisor_pid(config.state_dir) is not None:
+        status = read_status(config.state_dir)
+        return status is None or plan.VLLM in status.processes
+    if not is_loopback(urlsplit(config.engine.url).hostname or ""):
+        return False
+    try:
+        ask_engine(config)
+    except StackError:
+        return True
+    return False
+
+
 def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
     try:
         return list(look())
@@ -80,11 +100,21 @@ def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]
         return [Finding(check, "fail", str(error))]
 
 
+def _only_for_up(finding: Finding) -> Finding:
+    if finding.verdict != "fail":
+        return finding
+    return Finding(finding.check, "warn", f"only `kvpilot up` needs it: {finding.detail}")
+
+
 def _configuration(config: Config) -> Iterator[Finding]:
     wrong = plan.check_control_access(config)
     if wrong:
         yield Finding("configuration", "fail", wrong)
+
+
+def _model(config: Config) -> Iterator[Finding]:
     models.check_model(config.engine.model)
+    preflight.check_sizes(config)
     made = Path(models.model_path(config.engine.model)).is_dir()
     note = "" if made or config.engine.model not in models.BUILT_IN else " (made on first `kvpilot up`)"
     yield Finding("model", "ok", f"{config.engine.model}{note}")
@@ -120,24 +150,29 @@ def _memory(config: Config) -> Iterator[Finding]:
     )
 
 
-def _ports(config: Config) -> Iterator[Finding]:
-    preflight.resolve_ports(config, embedded=True)
+def _ports(config: Config, *, embedded: bool) -> Iterator[Finding]:
+    preflight.resolve_ports(config, embedded=embedded)
     yield Finding("ports", "ok", "all free")
 
 
 def _services(config: Config, *, expected: bool) -> Iterator[Finding]:
     """Engine and cache layer; ones that are absent are no failure when nothing of ours is up."""
     absent: Verdict = "fail" if expected else "warn"
-    model = _ask(f"{config.engine.url}/v1/models", config.engine.api_key)
-    if model is None:
-        yield Finding("engine", absent, f"{config.engine.url} does not answer")
+    try:
+        model = ask_engine(config)
+    except StackError as error:
+        yield Finding("engine", absent, str(error))
     else:
-        entry = (model.get("data") or [{}])[0]
-        yield Finding("engine", "ok", f"{config.engine.url} serves {entry.get('id')}")
+        yield Finding("engine", "ok", f"{config.engine.url} serves {model.id}")
         if not config.engine.kv_events:
             yield Finding(
                 "KV events", "warn", "engine.kv_events is not set: what the device holds stays unknown"
             )
+    yield from cache_layer(config, absent)
+
+
+def cache_layer(config: Config, absent: Verdict = "warn") -> Iterator[Finding]:
+    """LMCache's nodes and its coordinator. Without them requests go through and nothing else happens."""
     for url in config.lmcache.nodes:
         status = _ask(f"{url}/status")
         if status is None:
@@ -154,19 +189,17 @@ def _services(config: Config, *, expected: bool) -> Iterator[Finding]:
     if central is None:
         yield Finding("LMCache coordinator", absent, f"{config.lmcache.coordinator} does not answer")
         return
-    count = len(central.get("instances", []))
+    instances = central.get("instances")
+    count = len(instances) if isinstance(instances, list) else 0
     detail = f"{config.lmcache.coordinator}, {count} node{'s' if count != 1 else ''} registered"
     advice = "" if count else ": start nodes with --coordinator-url and --coordinator-event-reporting"
     yield Finding("LMCache coordinator", "ok" if count else absent, detail + advice)
 
 
-def _ask(url: str, api_key: str = "") -> dict[str, Any] | None:
-    request = urllib.request.Request(url)
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+def _ask(url: str) -> dict[str, Any] | None:
     try:
-        with urllib.request.urlopen(request, timeout=3) as reply:
+        with urllib.request.urlopen(url, timeout=3) as reply:
             answer = json.load(reply)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     return answer if isinstance(answer, dict) else None

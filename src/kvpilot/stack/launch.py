@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,11 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from kvpilot.config import Config, dump_config
 from kvpilot.stack import StackError
-from kvpilot.stack.state import Status, clean_leftovers, read_status, supervisor_pid
+from kvpilot.stack.state import Status, clean_leftovers, read_status, status_file, supervisor_pid
 from kvpilot.stack.supervisor import endpoints
+
+START_TIMEOUT_S = 600.0
+"""Measured: a first start on a slow machine takes more than six minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,46 @@ def with_free_ports(config: Config) -> Config:
 
 
 @contextmanager
+def own_state(name: str, given: Path | None = None) -> Iterator[Path]:
+    """A state folder for stacks that end with this block: ``given``, else a temporary one.
+
+    The temporary one is removed at the end; after an error its logs are kept, and where is said. SIGTERM and
+    SIGHUP end the block as Ctrl-C does, so that they leave nothing behind either.
+    """
+    before = {
+        number: signal.signal(number, _as_ctrl_c)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup means it.
+    }
+    folder = given or Path(tempfile.mkdtemp(prefix=f"kvpilot-{name}-"))
+    keep = given is not None
+    try:
+        yield folder
+    except Exception:
+        if given is None and any(folder.rglob(status_file(Path()).name)):
+            keep = True
+            for disk in [*folder.rglob("disk")]:
+                shutil.rmtree(disk, ignore_errors=True)
+            print(f"logs are kept below {folder}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_ctrl_c(_number: int, frame: FrameType | None) -> None:
+    # asyncio puts a handler of its own there; where SIGINT is ignored (background jobs) there is none.
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)
+
+
+@contextmanager
 def launch(
-    config: Config, *, echo: bool = False, wait_s: float = 240, embedded: bool = True
+    config: Config, *, echo: bool = False, wait_s: float = START_TIMEOUT_S, embedded: bool = True
 ) -> Iterator[Endpoints]:
     """Start a stack, yield its endpoints once everything answers, stop it at the end.
 
@@ -99,7 +143,8 @@ def launch(
             if status is None:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
-                raise StackError(lines[-1].removeprefix("kvpilot: ") if lines else "the stack did not start")
+                why = lines[-1].removeprefix("kvpilot: ") if lines else "the stack did not start: see above"
+                raise StackError(why)
             yield _endpoints(status)
         finally:
             _stop(supervisor, config.state_dir)

@@ -132,6 +132,17 @@ def check_memory(config: Config, size: ModelSize) -> None:
             )
 
 
+def check_disk(config: Config) -> None:
+    """Raises StackError when the disk tier does not fit what is free where it lies."""
+    folder = next(path for path in (config.state_dir, *config.state_dir.parents) if path.is_dir())
+    wanted, free = int(config.lmcache.disk_gb * 2**30), psutil.disk_usage(str(folder)).free
+    if wanted > free:
+        raise StackError(
+            f"too little disk: {_gib(wanted)} needed for the disk tier, {_gib(free)} free in {folder}: "
+            "lower --disk-gb (lmcache.disk_gb), or put the state elsewhere (--state)"
+        )
+
+
 def available_memory() -> int:
     """Bytes that can still be had: the machine's, or the container's where that is less."""
     available = int(psutil.virtual_memory().available)

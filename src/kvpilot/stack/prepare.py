@@ -50,6 +50,7 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
     if embedded:
         models.check_model(config.engine.model)
         preflight.check_sizes(config)
+        preflight.check_disk(config)
     config = preflight.resolve_ports(config, embedded=embedded)
     engines: list[plan.ProcessSpec] = []
     if embedded:

@@ -27,7 +27,7 @@ class Reporter:
     """Shows a stack coming up and what happens to it later."""
 
     def __init__(self, log: Path, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._console = Console(file=stream or sys.stderr, emoji=False, highlight=False, soft_wrap=True)
         self._log = log
         self._live: Live | None = None
         self._begun = time.monotonic()

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TextIO
 
 from kvpilot.config import Config
+from kvpilot.stack.doctor import cache_layer
 from kvpilot.stack.prepare import Prepared, prepare
 from kvpilot.stack.report import Reporter
 from kvpilot.stack.state import Lock, clean_leftovers, remove_runtime
@@ -44,6 +45,10 @@ def run_stack(
                     log.unlink()
             prepared = prepare(config, embedded=embedded, say=reporter.say)
             started = True
+            if not embedded and (
+                missing := [f.detail for f in cache_layer(prepared.config) if f.verdict != "ok"]
+            ):
+                reporter.say(f"KV is not looked after until LMCache answers: {'; '.join(missing)}")
             try:
                 asyncio.run(_run(prepared, reporter, lifeline))
             finally:
