@@ -58,6 +58,7 @@ class Gateway:
         )
         self._metrics = Metrics(self.link)
         self._in_flight = 0
+        self._metrics.in_flight.set_function(lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -110,7 +111,6 @@ class Gateway:
             if self._in_flight >= self._config.gateway.max_in_flight:
                 raise too_busy(self._config.gateway.max_in_flight)
             self._in_flight += 1
-            self._metrics.in_flight.set(self._in_flight)
             try:
                 if inference:
                     await self._inference(call, tenant, receive, tracking_send)
@@ -118,7 +118,6 @@ class Gateway:
                     await self._pass_through(call, tenant, receive, tracking_send)
             finally:
                 self._in_flight -= 1
-                self._metrics.in_flight.set(self._in_flight)
         except ClientGone:
             self._metrics.aborted.inc()
         except GatewayError as error:

@@ -16,6 +16,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
+WATCH_AFTER_S = 0.05
 
 
 class ClientGone(Exception):
@@ -56,11 +57,13 @@ async def body_chunks(receive: Receive, length: str | None, limit_mb: int) -> As
 class WhileConnected:
     """Cancels the block it guards as soon as the client goes away; ``gone`` then tells so.
 
-    Guards from :meth:`watch` on, to be called when the request's body has been read, until :meth:`release`.
+    Guards from :meth:`watch` on, to be called when the request's body has been read, until :meth:`release`; with
+    a little delay, as most of what is answered at once needs no watching.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.gone = False
 
@@ -79,9 +82,14 @@ class WhileConnected:
         return False
 
     def watch(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)
+
+    def _start(self) -> None:
         self._watcher = asyncio.create_task(self._watch())
 
     def release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None

@@ -30,7 +30,10 @@ class Call:
     @property
     def inside_api(self) -> bool:
         """Under /v1, and not by way of ``..``: nothing else of the engine is for clients."""
-        segments = unquote(self.path).replace("\\", "/").split("/")
+        path = self.path
+        if "%" in path or "\\" in path:
+            path = unquote(path).replace("\\", "/")
+        segments = path.split("/")
         return segments[1:2] == ["v1"] and ".." not in segments
 
     @property

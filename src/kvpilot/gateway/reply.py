@@ -93,13 +93,22 @@ _CHOICES = msgspec.json.Decoder(list[Fields])
 def read_reply(text: bytes) -> ReadReply | None:
     """Take ``text`` apart; None when it is not a completion (then it is passed on untouched)."""
     # Ids are most of a reply: they are cut out by their place before anything is decoded.
-    short, prompts = _cut(text, _PROMPT_IDS)
-    short, outputs = _cut(short, _OUTPUT_IDS)
+    return read_cut_reply(*cut_prompt_ids(text)) or _read_slowly(text)
+
+
+def cut_prompt_ids(text: bytes) -> tuple[bytes, list[bytes]]:
+    """``text`` with null for each list of prompt ids, and those lists."""
+    return _cut(text, _PROMPT_IDS)
+
+
+def read_cut_reply(text: bytes, prompts: list[bytes]) -> ReadReply | None:
+    """The same for a text of which :func:`cut_prompt_ids` was taken; None also when other lists were cut out."""
+    short, outputs = _cut(text, _OUTPUT_IDS)
     reply = _decode(short)
     if reply is None:
         return None
     if not _fits(reply.prompt_ids(), prompts) or not _fits(reply.output_ids(), outputs):
-        return _read_slowly(text)
+        return None
     output = b""
     if outputs:
         indices = [choice.index for choice in reply.choices]

@@ -8,7 +8,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvpilot.gateway.reply import Choice, Facts, Reply, read_reply, text_message
+from kvpilot.gateway.reply import (
+    Choice,
+    Facts,
+    ReadReply,
+    Reply,
+    cut_prompt_ids,
+    read_cut_reply,
+    read_reply,
+    text_message,
+)
 from kvpilot.gateway.request import TOKEN_IDS, USAGE
 
 _END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
@@ -136,8 +145,7 @@ class StreamReader:
         """Read one event and add to ``out`` what goes on now."""
         if self._usual_event(event, out):
             return
-        spans = data_spans(event)
-        read = read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
+        event, spans, read = self._read(event)
         if read is None:
             # [DONE], errors, comments (those may overtake), and anything else that is not a chunk.
             out += (self._release(), event) if spans else (event,)
@@ -163,6 +171,18 @@ class StreamReader:
             self._held, self._held_span = event, (start, end)
             return
         out.append(event)
+
+    def _read(self, event: bytes) -> tuple[bytes, list[tuple[int, int]], ReadReply | None]:
+        """An event, where its data is, and what that says. A long one is long by the prompt's ids: it comes back
+        without them, where nobody asked for them."""
+        if self._hide_ids and len(event) > _USUAL_BYTES:
+            short, prompts = cut_prompt_ids(event)
+            spans = data_spans(short)
+            read = read_cut_reply(short[slice(*spans[0])], prompts) if len(spans) == 1 else None
+            if read is not None:
+                return short, spans, read
+        spans = data_spans(event)
+        return event, spans, read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
 
     def _usual_event(self, event: bytes, out: list[bytes]) -> bool:
         """The same for most events of most streams, without decoding them; False when it is not one of those."""
