@@ -81,6 +81,13 @@ def test_one_port_for_two_services_is_refused() -> None:
         resolve_ports(twice, embedded=True)
 
 
+def test_the_memory_protocols_own_port_is_checked_too() -> None:
+    free = resolve_ports(with_free_ports(Config()), embedded=True)
+    assert free.coordinator.seed_port == 0
+    with pytest.raises(StackError, match=r"configured twice.*"):
+        resolve_ports(free.with_overrides(coordinator={"seed_port": free.gateway.port}), embedded=False)
+
+
 def test_up_with_a_taken_port_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with socket.socket() as taken:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvpilot import __version__
 from kvpilot.backends.base import BackendError
+from kvpilot.control.seed import Seed
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
@@ -88,8 +89,10 @@ def create_app(
     reader: Reader,
     metrics: Callable[[], bytes],
     token: str = "",
+    seed: Seed | None = None,
 ) -> FastAPI:
-    """The ASGI application. With a ``token`` every route but health needs ``Authorization: Bearer``."""
+    """The ASGI application. With a ``token`` every route but health needs ``Authorization: Bearer``; ``seed``,
+    which is served beside it, has rules of its own."""
 
     def authorised(request: Request) -> None:
         if not token:
@@ -244,6 +247,9 @@ def create_app(
     @app.get("/metrics", dependencies=guard, include_in_schema=False)
     async def prometheus() -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    if seed is not None:
+        app.include_router(seed.router)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
