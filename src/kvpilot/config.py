@@ -54,6 +54,7 @@ Zmq = Annotated[
     ),
 ]
 Port = Annotated[int, Meta(ge=0, le=65535, description="a port, 0 to 65535 (0 = any free one)")]
+OptionalPort = Annotated[int, Meta(ge=0, le=65535, description="a port, 0 to 65535 (0 = none)")]
 Count = Annotated[int, Meta(ge=1, le=int(_MOST), description="a whole number, 1 or more")]
 Workers = Annotated[int, Meta(ge=1, le=256, description="a whole number, 1 to 256")]
 Blocks = Annotated[int, Meta(ge=0, le=int(_MOST), description="a whole number, 0 or more")]
@@ -131,6 +132,8 @@ class CoordinatorConfig(Section, frozen=True):
     port: Port = 8010
     token: Secret = ""
     """Bearer token of the control API; required when host is not loopback."""
+    seed_port: OptionalPort = 0
+    """Port of its own for LMCache-Ascend's memory protocol (its usual one is 6999); 0 = only on ``port``."""
     mode: Mode = "kvpilot"
     """kvpilot = act; passive = observe only."""
     tick_s: Seconds = 0.25

@@ -12,6 +12,7 @@ from tests.coordinator.world import World
 
 from kvpilot.control.api import create_app
 from kvpilot.control.metrics import metrics_text
+from kvpilot.control.seed import Seed
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.view import Reader
 from kvpilot.plan import PlanSettings
@@ -22,10 +23,11 @@ SYSTEM = {"role": "system", "content": "rules that are long enough for chunks of
 CONTEXT = [SYSTEM, {"role": "user", "content": " ".join(f"w{i}" for i in range(20))}]
 
 
-def client_of(world: World, token: str = "") -> TestClient:
+def client_of(world: World, token: str = "", seed: Seed | None = None) -> TestClient:
     reader = Reader(world.service)
     planner = Planner(world.service, reader, PlanSettings())
-    return TestClient(create_app(world.service, planner, reader, lambda: metrics_text(world.service), token))
+    app = create_app(world.service, planner, reader, lambda: metrics_text(world.service), token, seed)
+    return TestClient(app)
 
 
 @pytest.fixture

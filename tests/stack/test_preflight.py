@@ -89,6 +89,13 @@ def test_a_disk_tier_beyond_the_disk_is_refused(tmp_path: Path) -> None:
     assert not state.exists()
 
 
+def test_the_memory_protocols_own_port_is_checked_too() -> None:
+    free = resolve_ports(with_free_ports(Config()), embedded=True)
+    assert free.coordinator.seed_port == 0
+    with pytest.raises(StackError, match=r"configured twice.*"):
+        resolve_ports(free.with_overrides(coordinator={"seed_port": free.gateway.port}), embedded=False)
+
+
 @pytest.mark.parametrize("others", [[], ["--any-ports"]])
 def test_up_with_a_taken_port_says_so_and_leaves_nothing(others: list[str], tmp_path: Path) -> None:
     state = tmp_path / "state"

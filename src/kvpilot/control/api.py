@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -16,6 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from kvpilot import __version__
 from kvpilot.backends.base import BackendError
 from kvpilot.context.chunks import HASH_BYTES, parse_hash
+from kvpilot.control.access import has_token
+from kvpilot.control.seed import Seed
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
@@ -143,15 +144,13 @@ def create_app(
     reader: Reader,
     metrics: Callable[[], bytes],
     token: str = "",
+    seed: Seed | None = None,
 ) -> FastAPI:
     """The ASGI application. With a ``token`` every route but health and the API's own description needs
-    ``Authorization: Bearer``."""
+    ``Authorization: Bearer``; ``seed``, which is served beside it, has rules of its own."""
 
     def authorised(request: Request) -> None:
-        if not token:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
+        if not has_token(request.headers, token):
             raise HTTPException(401, "send Authorization: Bearer with the coordinator's token")
 
     app = FastAPI(
@@ -300,6 +299,9 @@ def create_app(
     @app.get("/metrics", dependencies=guard, include_in_schema=False)
     async def prometheus() -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    if seed is not None:
+        app.include_router(seed.router)
 
     @app.exception_handler(RequestValidationError)
     async def refused(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from kvpilot.config import Config, ConfigError, is_loopback, parse_config
 from kvpilot.coordinator.runtime import Runtime
@@ -37,17 +39,10 @@ async def serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
-    server = HttpServer(
-        uvicorn.Config(
-            runtime.app,
-            host=config.coordinator.host,
-            port=config.coordinator.port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=2,
-        )
-    )
-    jobs: list[Callable[[], Awaitable[None]]] = [lambda: _http(server), *runtime.jobs()]
+    servers = [_server(runtime.app, config.coordinator.host, config.coordinator.port)]
+    if config.coordinator.seed_port:
+        servers.append(_server(runtime.seed.app(), config.coordinator.host, config.coordinator.seed_port))
+    jobs: list[Callable[[], Awaitable[None]]] = [*(partial(_http, s) for s in servers), *runtime.jobs()]
     tasks = [asyncio.ensure_future(job()) for job in jobs]
     stopping = asyncio.ensure_future(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -57,14 +52,28 @@ async def serve(config: Config) -> int:
         log.error(
             "a part of the coordinator ended: %s", task.exception() if not task.cancelled() else "cancelled"
         )
-    server.should_exit = True
-    for task in tasks[1:]:
+    for server in servers:
+        server.should_exit = True
+    for task in tasks[len(servers) :]:
         task.cancel()
     stopping.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)
     await runtime.close()
     return code
+
+
+def _server(app: FastAPI, host: str, port: int) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+        )
+    )
 
 
 async def _http(server: HttpServer) -> None:

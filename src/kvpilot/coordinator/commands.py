@@ -109,6 +109,19 @@ class Resolver:
             raise Missing("none of the chunk hashes is known")
         return Target(threads=used, works=works)
 
+    def given_up(self, work: Work) -> Target:
+        """Chunks that their context is done with: it keeps what lies before the first that only it holds."""
+        thread = self._book.thread(work.owner) if work.owner else None
+        if thread is None or thread.owner not in self._references:
+            return Target(works=[work])
+        own = set(exclusively_held(self._references, work, (thread.owner,)))
+        chunks = self._references.chunks(thread.owner)
+        first = next((index for index, chunk in enumerate(chunks) if chunk in own), None)
+        if first is None:
+            return Target(works=[work])
+        session = self._book.sessions[thread.session]
+        return Target([session], [thread], [work], cut=first * self._hasher.chunk_size)
+
     def _named(self, texts: Sequence[str], spaces: Sequence[Space]) -> set[bytes]:
         named: set[bytes] = set()
         for text in texts:

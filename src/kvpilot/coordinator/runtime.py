@@ -17,6 +17,7 @@ from kvpilot.context.engine_render import EngineRenderer
 from kvpilot.context.segments import Segmenter
 from kvpilot.control.api import create_app
 from kvpilot.control.metrics import metrics_text
+from kvpilot.control.seed import Seed
 from kvpilot.control.store import FLUSH_S, Store
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.server import LinkServer
@@ -73,6 +74,7 @@ class Runtime:
         self.link = LinkServer(
             event_endpoint(config), command_endpoint(config), self._on_event, self.service.command
         )
+        self.seed = Seed(self.service, config.tenants, config.coordinator.token)
         reader = Reader(self.service)
         self.planner = Planner(self.service, reader, PlanSettings())
         self.app: FastAPI = create_app(
@@ -81,6 +83,7 @@ class Runtime:
             reader,
             lambda: metrics_text(self.service),
             config.coordinator.token,
+            self.seed,
         )
 
     @classmethod

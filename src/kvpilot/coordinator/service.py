@@ -167,6 +167,16 @@ class CoordinatorService:
             self._announce(command.kind, target.sessions)
         return self._begin(command.kind, tenant, session, source, target)
 
+    def begin_chunks(self, kind: ActionKind, work: Work, tenant: str, source: str) -> ActionRecord:
+        """Act on chunks of one context that a client names as its own. Whoever has its hashes speaks for it: an
+        evict takes from it what no other context holds, where :meth:`command` spares all that is live."""
+        self.tasks.changed.set()
+        thread = self.book.thread(work.owner) if work.owner else None
+        target = self.resolver.given_up(work) if kind is ActionKind.EVICT else Target(works=[work])
+        session = self.book.sessions.get(thread.session) if thread else None
+        (record,) = self._begin(kind, tenant, session.id if session else None, source, target)
+        return record
+
     def _announce(self, kind: ActionKind, sessions: Iterable[Session]) -> None:
         """A session-wide command says what the sessions are going to do."""
         now = self.clock()

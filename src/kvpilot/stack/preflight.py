@@ -38,6 +38,8 @@ def port_uses(config: Config, *, embedded: bool) -> list[PortUse]:
         PortUse("gateway", gateway.host, gateway.port, "--port or gateway.port"),
         PortUse("control API", control.host, control.port, "--control-port or coordinator.port"),
     ]
+    if control.seed_port:
+        uses.append(PortUse("memory protocol", control.host, control.seed_port, "coordinator.seed_port"))
     if not embedded:
         return uses
     local = "127.0.0.1"
