@@ -255,3 +255,30 @@ def test_the_control_api_document_lists_what_it_does(stack: Endpoints) -> None:
     document = control(stack, "/openapi.json")
     assert {"/kvpilot/v1/sessions", "/kvpilot/v1/actions", "/kvpilot/v1/mode"} <= set(document["paths"])
     assert json.dumps(document)
+
+
+def test_the_memory_protocol_of_lmcache_ascend(stack: Endpoints, tag: str) -> None:
+    system = {"role": "system", "content": words(f"{tag}sys", 200)}
+    ours, theirs = (
+        [system, {"role": "user", "content": words(f"{tag}{name}", 200)}] for name in ("ours", "theirs")
+    )
+    asked = chat(stack, ours, f"seed-{tag}", kv_transfer_params={"chunk_hashes": True})
+    hashes = asked["kv_transfer_params"]["chunk_hashes"]
+    chat(stack, theirs, f"other-{tag}")
+    shared = [chunk for chunk in hashes if chunk in session_chunks(stack, f"other-{tag}")]
+    own = [chunk for chunk in hashes if chunk not in shared]
+    assert own and shared and session_chunks(stack, f"seed-{tag}")
+    stored(stack, hashes)
+
+    def memory(what: str, **body: object) -> Message:
+        return http(f"{stack.control_url}/memory/{what}", {"chunk_hashes": hashes[::-1], **body})
+
+    assert memory("evict", locations=["LocalCPUBackend"]) == {"status": "success", "num_evicted": len(own)}
+    eventually(lambda: all(tiers == {"l2"} for tiers in directory(stack, own)))
+    begun = memory("prefetch", lookup_id=tag)
+    assert begun == {"status": "prefetch_started", "lookup_id": tag, "num_chunks": len(hashes)}
+    eventually(lambda: http(f"{stack.control_url}/memory/prefetch/{tag}")["status"] == "completed")
+    eventually(lambda: all(tiers == {"l1", "l2"} for tiers in directory(stack, hashes)))
+    assert memory("evict") == {"status": "success", "num_evicted": len(own)}
+    assert not any(directory(stack, own))
+    assert all(directory(stack, shared))
