@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvpilot.coordinator import executor
+from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.view import Reader
 from kvpilot.domain import (
     ActionKind,
@@ -17,6 +18,8 @@ from kvpilot.domain import (
     OutcomeStatus,
     PromptKnown,
     Retention,
+    Segment,
+    SegmentKind,
     SessionRef,
     SessionState,
     Signal,
@@ -505,3 +508,60 @@ async def test_a_parent_known_by_name_only_is_not_running() -> None:
     parent = world.service.book.get("default", "P")
     assert parent is not None
     assert parent.state is SessionState.WAITING_HUMAN
+
+
+async def test_chunks_that_come_alive_while_an_eviction_waits_are_spared() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    slots = world.service.executor._slots
+    for _ in range(executor.MAX_PARALLEL):
+        await slots.acquire()
+    (record,) = world.signal("A", SignalKind.END)
+    await asyncio.sleep(0.05)
+    world.turn(a, "B")
+    for _ in range(executor.MAX_PARALLEL):
+        slots.release()
+    (record,) = await world.settle([record])
+    assert (record.confirmed, record.skipped) == (0, len(world.chunks(a)))
+    assert all(world.held(a))
+
+
+async def test_the_late_end_of_an_older_request_changes_nothing() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    first = world.start(a, "A")
+    longer = [*a, assistant("ok"), user(words("more", 20))]
+    second = world.start(longer, "A")
+    world.finish(second, longer)
+    assert world.finish(first, a) == []
+    await asyncio.sleep(0.05)
+    assert all(world.held(longer))
+
+
+async def test_a_deferred_eviction_is_not_called_done_after_a_restart() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    world.start([*a, assistant("ok"), user("more")], "A")
+    command = Command(ActionKind.EVICT, "default", "", SessionRef("A"))
+    (record,) = await world.service.command(command)
+    assert record.status is OutcomeStatus.DEFERRED
+    world.service.resume([(record, Work(Space("m"), tuple(world.chunks(a))))])
+    found = world.service.actions.get(record.id)
+    assert found is not None
+    assert (found.status, bool(found.reason)) == (OutcomeStatus.FAILED, True)
+
+
+async def test_a_new_session_holds_its_system_prompt_before_its_tokens_are_known() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    thread = next(iter(world.service.book.get("default", "A").threads.values()))
+    head = len(text_tokens([SYSTEM]))
+    thread.segments = (Segment(SegmentKind.SYSTEM, 0, head, 0),)
+    world.start([SYSTEM, user(words("b", 20))], "B")
+    await world.settle(world.signal("A", SignalKind.END))
+    kept = head // world.layer.chunk_size
+    assert world.held(a)[:kept] == [True] * kept
+    assert not any(world.held(a)[kept + 1 :])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot.context.conversation import named_replies, reply_name
+from kvpilot.context.conversation import named_replies, opening_texts, reply_name
 from kvpilot.context.messages import message_hashes
 from kvpilot.domain import SessionRef, SessionState, SignalKind, Space
 from kvpilot.sessions.book import Change, SessionBook, Started
@@ -39,7 +39,7 @@ class Talk:
             head=head,
             request_id=f"r{self.count}",
             now=self.now,
-            opening=[m["content"] for m in messages if m["role"] != "system"],
+            opening=opening_texts({"messages": list(messages)}),
             said=lambda: named_replies({"messages": list(messages)}),
         )
 
@@ -270,7 +270,7 @@ def test_an_agent_that_starts_before_its_parents_reply_has_ended_is_its_child() 
 
 
 def replied(n: int) -> str:
-    return f"This is reply {n}, long enough not to be taken for another one."
+    return f"This is reply {n}, long enough not to be taken for another one. " * 3
 
 
 @pytest.mark.parametrize(
@@ -309,3 +309,81 @@ def test_replies_that_come_back_under_another_system_prompt_are_anothers() -> No
     first = talk.turn(SYSTEM, say("user", "u0"), text=replied(0))
     other = talk.turn(say("system", "judge this"), say("user", "x"), say("assistant", replied(0)))
     assert other.session is not first.session
+
+
+def test_what_two_conversations_were_told_shows_no_compaction_of_either() -> None:
+    talk = Talk()
+    one = talk.turn(SYSTEM, say("user", "a"), text=replied(0))
+    two = talk.turn(SYSTEM, say("user", "b"), text=replied(0))
+    third = talk.turn(SYSTEM, say("user", "c"), say("assistant", replied(0)), say("user", "go on"))
+    assert third.session not in (one.session, two.session)
+
+
+def test_siblings_under_one_id_do_not_break_each_other() -> None:
+    talk = Talk()
+    talks = [[SYSTEM, say("user", f"task {name}")] for name in "ab"]
+    changes = []
+    for turn in range(4):
+        for messages in talks:
+            changes.append(talk.turn(*messages, session="s", tools=("bash",)).change)
+            messages += [say("assistant", f"call {turn}"), say("tool", f"result {turn}")]
+    assert Change.BROKEN not in changes
+
+
+def test_two_chats_under_one_id_are_told_apart_after_the_first_mistake() -> None:
+    talk = Talk()
+    talks = [[SYSTEM, say("user", f"question {name}")] for name in "abc"]
+    changes = []
+    for turn in range(4):
+        for messages in talks:
+            changes.append(talk.turn(*messages, session="s").change)
+            messages += [say("assistant", f"reply {turn}"), say("user", f"more {turn}")]
+    assert Change.BROKEN not in changes[3:]
+
+
+def test_strangers_without_a_system_prompt_do_not_continue_each_other() -> None:
+    talk = Talk()
+    one = talk.turn()
+    two = talk.turn(say("user", "hello"))
+    assert one.session is not two.session
+
+
+def test_branches_of_one_session_are_believed() -> None:
+    talk = Talk()
+    messages = [SYSTEM, say("user", "a")]
+    talk.turn(*messages, session="root")
+    for n in range(8):
+        branch = [*messages, say("assistant", "r"), say("user", f"branch {n}")]
+        started = talk.turn(*branch, session=f"br{n}", parent="root" if n % 2 else None)
+        assert started.session.id == f"br{n}"
+
+
+def test_an_id_that_is_a_session_after_all_is_found_by_it() -> None:
+    talk = Talk()
+    talk.book._labels.alias(("t", "s"), ("t", "other"))
+    talk.turn(SYSTEM, say("user", "x"), session="other")
+    real = talk.turn(SYSTEM, say("user", "a"), session="s")
+    assert talk.book.get("t", "s") is real.session
+
+
+def test_a_restored_conversation_is_known_by_its_earlier_replies() -> None:
+    talk = Talk()
+    history = [SYSTEM, say("user", "u0")]
+    for n in range(3):
+        first = talk.turn(*history)
+        history += [say("assistant", f"r{n}"), say("user", f"u{n + 1}")]
+    restored = Talk()
+    restored.book.restore(first.session, [first.thread])
+    restored.now = talk.now
+    rewound = restored.turn(*history[:4], say("assistant", "r1"), say("user", "something else"))
+    assert rewound.session is first.session
+    assert rewound.change is Change.BROKEN
+
+
+def test_a_guessed_child_does_not_end_with_its_parent() -> None:
+    talk = Talk()
+    main = talk.turn(SYSTEM, say("user", "a"), tools=("Task",), agents=1)
+    talk.now -= 0.5
+    child = talk.ask(say("system", "helper"), say("user", "do"))
+    assert child.session.parent == main.session.key
+    assert talk.book.tree(main.session, named=True) == [main.session]

@@ -18,7 +18,7 @@ Body = Mapping[str, Any]
 OPENING_MESSAGES = 3
 """Among so many leading messages of a compacted context its summary is."""
 NAMED_REPLIES = 16
-MIN_NAMED, MIN_ID = 40, 8
+MIN_NAMED, MIN_ID = 120, 16
 """Characters of a reply's text, or of a tool call's id, that do not come twice by chance."""
 PROMPT_BLOCK = 512
 """Characters (or token ids) of a completion's prompt that stand for one message when it is told apart by content."""
@@ -61,29 +61,31 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def opening_texts(body: Body) -> list[str]:
-    """Texts of the first messages of a chat that are not the system's."""
+    """Texts of those of a chat's first messages that are neither the system's nor the assistant's."""
     messages = body.get("messages")
-    own = [
+    told = [
         message
         for message in (messages if isinstance(messages, list) else ())
         if isinstance(message, dict) and message.get("role") not in ("system", "developer")
     ]
-    return [message_text(message) for message in own[:OPENING_MESSAGES]]
+    first = told[:OPENING_MESSAGES]
+    return [message_text(message) for message in first if message.get("role") != "assistant"]
 
 
 def reply_name(message: Mapping[str, Any]) -> bytes | None:
-    """Names a reply by its text and the ids of its tool calls, which clients send back as they got them; None for
-    one that says too little to be told from others."""
+    """Names a reply by its text and its tool calls, which clients send back as they got them; None for one that
+    says too little to be told from others."""
     text = message_text(message)
     calls = message.get("tool_calls")
-    ids = [
-        call["id"]
-        for call in (calls if isinstance(calls, list) else ())
-        if isinstance(call, dict) and isinstance(call.get("id"), str)
-    ]
-    if len(text) < MIN_NAMED and not any(len(one) >= MIN_ID for one in ids):
+    calls = [call for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)]
+    if len(text) < MIN_NAMED and not any(len(str(call.get("id"))) >= MIN_ID for call in calls):
         return None
-    return hashlib.blake2b("\0".join((text, *ids)).encode("utf-8", "replace"), digest_size=16).digest()
+    parts = [text]
+    for call in calls:
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {}
+        parts += (str(call.get("id")), str(function.get("name")), str(function.get("arguments")))
+    return hashlib.blake2b("\0".join(parts).encode("utf-8", "replace"), digest_size=16).digest()
 
 
 def named_replies(body: Body) -> list[bytes]:

@@ -20,7 +20,8 @@ def message_hashes(body: Mapping[str, Any]) -> list[bytes]:
     """
     state = hashlib.blake2b(_canonical.encode(body.get("tools") or None), digest_size=16).digest()
     hashes = [state]
-    for message in body.get("messages") or ():
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         state = hashlib.blake2b(_canonical.encode(message), key=state, digest_size=16).digest()
         hashes.append(state)
     return hashes

@@ -72,7 +72,7 @@ class Resolver:
         return await self._range(session, command)
 
     def tree(self, session: Session) -> Target:
-        sessions = self._book.tree(session)
+        sessions = self._book.tree(session, named=True)
         threads = [
             t for s in sessions for t in s.threads.values() if t.owner in self._references or t.leftover
         ]

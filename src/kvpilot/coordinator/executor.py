@@ -94,6 +94,8 @@ class Executor:
         try:
             async with self._slots:
                 before = await self._located(work.space, dead)
+                again, dead = dead, tuple(self._unheld(work.space, dead))
+                live += len(again) - len(dead)
                 remaining = await self._drop_until_gone(work.space, dead)
         except BackendError as error:
             self._failed(action_id, error)
@@ -138,7 +140,7 @@ class Executor:
     async def _drop_until_gone(self, space: Space, chunks: tuple[bytes, ...]) -> list[bytes] | None:
         """Delete, look until the directory agrees, delete once more what is left; returns what still remains,
         None when the directory did not answer."""
-        left: list[bytes] = list(chunks)
+        left: list[bytes] = self._unheld(space, chunks)
         for _ in range(2):
             await self._drop(space, left, REACHED)
             try:
@@ -146,10 +148,15 @@ class Executor:
             except BackendError as error:
                 self._count(error)
                 return None
-            left = [c for c, n in zip(left, self._references.holders(space, left), strict=True) if n == 0]
+            left = self._unheld(space, left)
             if not left:
                 break
         return left
+
+    def _unheld(self, space: Space, chunks: Sequence[bytes]) -> list[bytes]:
+        """Those that no live context references at this moment: it takes time to get here, and contexts return."""
+        holders = self._references.holders(space, chunks)
+        return [chunk for chunk, n in zip(chunks, holders, strict=True) if n == 0]
 
     async def _wait_gone(
         self, space: Space, chunks: Sequence[bytes], tiers: Sequence[Tier], within_s: float
@@ -287,16 +294,12 @@ class Executor:
 
     async def _look_again(self, watch: Watch) -> bool:
         """False when the cache layer did not answer or the chunks could not be removed."""
-        dead = [
-            c
-            for c, n in zip(watch.chunks, self._references.holders(watch.space, watch.chunks), strict=True)
-            if n == 0
-        ]
+        dead = self._unheld(watch.space, watch.chunks)
         if not dead:
             return True
         try:
             placed = await self._locate(watch.space, dead)
-            back = [chunk for chunk, tiers in zip(dead, placed, strict=True) if tiers]
+            back = self._unheld(watch.space, [c for c, tiers in zip(dead, placed, strict=True) if tiers])
             if not back:
                 return True
             await self._drop(watch.space, back, REACHED)

@@ -41,6 +41,8 @@ class Pending:
     body: Body
     hashes: Sequence[bytes]
     at: float
+    turn: int
+    """Which of its thread's requests it is."""
     prompt: TokenArray | None = None
 
 
@@ -121,19 +123,20 @@ class Mapper:
         if started.pause is not None:
             self._learn(started.session, started.pause)
         self.stats.changes[started.change.value] += 1
-        self._pending[event.request_id] = Pending(started, body, hashes, event.at)
+        self._pending[event.request_id] = Pending(started, body, hashes, event.at, started.thread.turns)
         if started.change is Change.NEW:
-            self._borrow_head(started.thread, hashes, head)
+            self._borrow_head(started.thread)
         return started
 
-    def _borrow_head(self, thread: Thread, hashes: Sequence[bytes], head: int) -> None:
+    def _borrow_head(self, thread: Thread) -> None:
         """Until the prompt's tokens are known, hold the system prompt a relative has: it is about to be read."""
-        relative = self.book.head_relative(thread.session[0], thread.space.salt, hashes, head)
-        if relative is None or relative.owner not in self.references or relative.space != thread.space:
-            return
-        end = max((s.end for s in relative.segments if s.message < head - 1), default=0)
-        if end:
-            self.references.set(thread.owner, thread.space, self.references.tokens(relative.owner)[:end])
+        for relative in self.book.head_relatives(thread):
+            if relative.owner not in self.references or relative.space != thread.space:
+                continue
+            end = max((s.end for s in relative.segments if s.message < thread.head - 1), default=0)
+            if end:
+                self.references.set(thread.owner, thread.space, self.references.tokens(relative.owner)[:end])
+                return
 
     def on_prompt(self, event: PromptKnown) -> Mapped | None:
         pending = self._pending.get(event.request_id)
@@ -141,7 +144,9 @@ class Mapper:
             self.stats.without_request += 1
             return None
         self._read_prompt(pending, event.prompt_ids)
-        return None if pending.prompt is None else self._move(pending, pending.prompt, None, b"")
+        if pending.prompt is None or pending.turn < pending.started.thread.mapped_turn:
+            return None
+        return self._move(pending, pending.prompt, None, b"")
 
     def on_finished(self, event: RequestFinished) -> Mapped | None:
         pending = self._pending.pop(event.request_id, None)
@@ -164,6 +169,10 @@ class Mapper:
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
+            return None
+        if pending.turn < thread.mapped_turn:
+            # A later request of the conversation was mapped already: its context is the thread's.
+            self.stats.mapped += 1
             return None
         output = parse_tokens(event.output_ids)
         # The last sampled token was never fed back: its KV does not exist.
@@ -216,6 +225,7 @@ class Mapper:
     def _move(self, pending: Pending, tokens: TokenArray, output: TokenArray | None, reply: bytes) -> Mapped:
         started = pending.started
         thread = started.thread
+        thread.mapped_turn = pending.turn
         if started.session.key not in self.book.sessions:
             # Ended and forgotten while this request ran: its context has no live holder any more.
             self.references.set(thread.owner, thread.space, tokens)

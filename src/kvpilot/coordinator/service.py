@@ -376,7 +376,7 @@ class CoordinatorService:
                     self._evict_dead(session, thread.space, dead, "session ended")
         for record, work in pending:
             self.actions.adopt(record)
-            if work is None or not work.chunks:
+            if work is None or not work.chunks or record.status is OutcomeStatus.DEFERRED:
                 self._abandon(record, OutcomeStatus.FAILED, "the coordinator was restarted before it began")
             elif record.kind is ActionKind.EVICT:
                 self.tasks.start(self.executor.evict(record.id, work), [])

@@ -65,7 +65,8 @@ class _Context:
         self.messages.append(message)
 
     def opening(self) -> tuple[str, ...]:
-        return tuple(map(_text, self.messages[:OPENING_MESSAGES]))
+        first = self.messages[:OPENING_MESSAGES]
+        return tuple(_text(message) for message in first if message.role != "assistant")
 
     def said(self) -> tuple[bytes, ...]:
         replies = [message for message in self.messages if message.role == "assistant"]

@@ -24,6 +24,9 @@ __all__ = ["ContextEdit", "HintRequest", "Hints", "Retention"]
 _NO_SESSION = SessionRef()
 
 
+CONTENT_FIELDS = ("messages", "prompt", "prompt_embeds", "input")
+
+
 @dataclass(frozen=True, slots=True)
 class HintRequest:
     """What a dialect sees of a request."""
@@ -43,7 +46,7 @@ class HintRequest:
     @property
     def has_content(self) -> bool:
         """Whether there is anything to infer from: a request without it can only be about KV."""
-        values = (self.fields.get(name) for name in ("messages", "prompt", "input"))
+        values = (self.fields.get(name) for name in CONTENT_FIELDS)
         return any(value is not None and not _is_empty(value) for value in values)
 
     def command(
@@ -127,4 +130,7 @@ class Hints:
 
 
 def _is_empty(value: msgspec.Raw) -> bool:
-    return memoryview(value).nbytes < 64 and b"".join(bytes(value).split()) in (b"[]", b'""', b"null")
+    if memoryview(value).nbytes > 64:
+        return False
+    text = bytes(value).strip()
+    return text in (b'""', b"null") or b"".join(text.split()) == b"[]"

@@ -41,6 +41,8 @@ class Session:
     key: SessionKey
     explicit: bool
     parent: SessionKey | None = None
+    parent_guessed: bool = False
+    """Nobody named the parent: good enough to foresee by, not to end a session with another."""
     children: set[SessionKey] = field(default_factory=set)
     threads: dict[str, Thread] = field(default_factory=dict)
     state: SessionState = SessionState.RUNNING
@@ -108,7 +110,7 @@ class SessionBook:
 
     def get(self, tenant: str, session_id: str) -> Session | None:
         key = (tenant, session_id)
-        return self.sessions.get(self._labels.session(key) or key)
+        return self.sessions.get(key) or self.sessions.get(self._labels.session(key) or key)
 
     def find(self, session_id: str) -> list[Session]:
         """Sessions of any tenant with this id."""
@@ -122,12 +124,12 @@ class SessionBook:
             for thread in session.threads.values():
                 yield session, thread
 
-    def tree(self, session: Session) -> list[Session]:
-        """The session and all its descendants, parents first."""
+    def tree(self, session: Session, *, named: bool = False) -> list[Session]:
+        """The session and all its descendants, parents first; with ``named`` only those whose parent was named."""
         out, queue, seen = [], [session.key], {session.key}
         while queue:
             found = self.sessions.get(queue.pop(0))
-            if found is None:
+            if found is None or (named and found.parent_guessed and found is not session):
                 continue
             out.append(found)
             for child in found.children - seen:
@@ -159,10 +161,12 @@ class SessionBook:
         """
         points = _points(tenant, space.salt, hashes)
         thread: Thread | None
-        if ref.id is not None and not self._is_label((tenant, ref.id), points, head):
+        if ref.id is not None and not self._is_label((tenant, ref.id), ref.parent, points, head):
             session = self._session((tenant, ref.id), explicit=True, now=now)
             self._link(session, ref.parent, now)
-            thread, change = self._thread_in(session, space, hashes, head)
+            thread, change = self._thread_in(
+                session, space, hashes, head, self._content.left_at(points, space)
+            )
         else:
             thread, change = self._content.find(space, points, head, opening, said, whole=whole)
             if thread is None:
@@ -186,7 +190,7 @@ class SessionBook:
         session.turns += 1
         thread.turns += 1
         thread.in_flight += 1
-        thread.answered = False
+        thread.answered = thread.awaits_tools = False
         self._remember(thread, list(hashes), head, points)
         return Started(session=session, thread=thread, change=change, pause=pause)
 
@@ -205,7 +209,7 @@ class SessionBook:
         """A request ended. ``tools``: names of the tool calls in the reply, ``agents`` of which start agents;
         ``text``: what it says, ``name``: what it is known by; ``asked``: the reply is complete."""
         thread.in_flight = max(0, thread.in_flight - 1)
-        thread.answered = asked
+        thread.answered, thread.awaits_tools = asked, bool(tools) and asked
         if agents:
             own = _head(thread.hashes, thread.head)
             for child in self._kinship.called(session.key, thread.space, own, thread.last_seen, agents, now):
@@ -277,18 +281,20 @@ class SessionBook:
             self._serial = max(self._serial, int(thread.owner.rpartition("#")[2]))
             hashes, head = thread.hashes, thread.head
             thread.hashes = []
-            self._remember(thread, hashes, head, _points(session.tenant, thread.space.salt, hashes))
+            points = _points(session.tenant, thread.space.salt, hashes)
+            self._remember(thread, hashes, head, points, kept=len(hashes))
         if session.parent is not None and session.parent in self.sessions:
             self.sessions[session.parent].children.add(session.key)
         for other in self.sessions.values():
             if other.parent == session.key:
                 session.children.add(other.key)
 
-    def head_relative(self, tenant: str, salt: str, hashes: Sequence[bytes], head: int) -> Thread | None:
-        """A thread that begins with the same tools and system messages, whoever's it is; None if unknown."""
-        if not head:
-            return None
-        return self._content.relative((tenant, salt, hashes[head - 1]))
+    def head_relatives(self, thread: Thread) -> list[Thread]:
+        """Other threads that begin with the same tools and system messages, whoever's they are, the latest first."""
+        if not thread.head:
+            return []
+        point = (thread.session[0], thread.space.salt, thread.hashes[thread.head - 1])
+        return [other for other in self._content.alike(point) if other is not thread]
 
     # ------------------------------------------------------------ inside
 
@@ -317,8 +323,9 @@ class SessionBook:
 
     @staticmethod
     def _thread_in(
-        session: Session, space: Space, hashes: Sequence[bytes], head: int
+        session: Session, space: Space, hashes: Sequence[bytes], head: int, left_before: bool
     ) -> tuple[Thread | None, Change]:
+        """``left_before``: the prompt goes on from where a conversation was before it was taken for broken."""
         same_space = [t for t in session.threads.values() if t.space == space]
         grown = [
             t
@@ -327,25 +334,28 @@ class SessionBook:
         ]
         if grown:
             return max(grown, key=lambda t: len(t.hashes)), Change.CONTINUED
-        # Without a head to compare, sharing at least the first message tells a broken context from a side call.
-        least = head if head else 2
-        idle = [
-            t
-            for t in same_space
-            if not t.in_flight and t.head == head and common_prefix(t.hashes, hashes) >= least
-        ]
-        if idle:
-            return max(idle, key=lambda t: (common_prefix(t.hashes, hashes), t.last_seen)), Change.BROKEN
+        idle = [t for t in same_space if not t.in_flight and t.head == head]
+        shared = {t.owner: common_prefix(t.hashes, hashes) for t in idle}
+        # A message in common besides the head shows a broken context; the head alone, only where there is no
+        # other conversation it could be: siblings under one id that wait for their tools have the same head.
+        akin = [t for t in idle if shared[t.owner] > max(head, 1)]
+        if not akin and head and not left_before:
+            alike = [t for t in same_space if t.head == head and common_prefix(t.hashes, hashes) >= head]
+            akin = [t for t in alike if len(alike) == 1 and not t.in_flight and not t.awaits_tools]
+        if akin:
+            return max(akin, key=lambda t: (shared[t.owner], t.last_seen)), Change.BROKEN
         return None, Change.NEW
 
-    def _is_label(self, key: SessionKey, points: Sequence[Point], head: int) -> bool:
+    def _is_label(self, key: SessionKey, parent: str | None, points: Sequence[Point], head: int) -> bool:
         """Whether an id names a single request, so that content must tell whose it is."""
-        if key in self.sessions:
+        if key in self.sessions or self._labels.session(key) is not None:
             self._labels.came_again(key[0])
-            return False
+            return key not in self.sessions and self._labels.rotate(key[0])
+        if parent not in (None, key[1]):
+            return False  # a branch of another session, by its own words
         thread = self._content.tip(points, head)
         if thread is not None and self.sessions[thread.session].turns == 1:
-            self._labels.went_on_under_another(key[0])
+            self._labels.went_on_under_another(key[0], thread.owner)
         return self._labels.rotate(key[0])
 
     def _adopt(self, child: Session, parent: SessionKey | None) -> None:
@@ -353,11 +363,18 @@ class SessionBook:
         if parent is None or child.parent is not None or parent not in self.sessions:
             return
         if all(parent != session.key for session in self.tree(child)):
-            child.parent = parent
+            child.parent, child.parent_guessed = parent, True
             self.sessions[parent].children.add(child.key)
 
-    def _remember(self, thread: Thread, hashes: list[bytes], head: int, points: Sequence[Point]) -> None:
-        self._content.moved(thread, points, common_prefix(thread.hashes, hashes))
+    def _remember(
+        self,
+        thread: Thread,
+        hashes: list[bytes],
+        head: int,
+        points: Sequence[Point],
+        kept: int | None = None,
+    ) -> None:
+        self._content.moved(thread, points, common_prefix(thread.hashes, hashes) if kept is None else kept)
         thread.hashes, thread.head = hashes, head
         if head and points:
             self._content.begins_with(thread, points[head - 1])

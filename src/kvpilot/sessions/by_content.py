@@ -68,7 +68,8 @@ class ContentIndex:
         return (thread, Change.BROKEN) if thread is not None else (None, Change.NEW)
 
     def _continued(self, space: Space, points: Sequence[Point], head: int, *, whole: bool) -> Thread | None:
-        for n in range(len(points), head, -1):
+        # The first place only says that there are no tools.
+        for n in range(len(points), max(head, 1), -1):
             there = [t for t in self._tips.get(points[n - 1], ()) if t.space == space]
             idle = [t for t in there if not t.in_flight]
             if n < len(points):
@@ -78,7 +79,7 @@ class ContentIndex:
                 # that has come as far as it.
                 there = [t for t in idle if not t.answered or len(t.prompt_ends) == 1]
             else:
-                there = idle
+                there = []  # what differs may lie behind the last place
             if there:
                 # Copies of one conversation cannot be told apart here; they take turns.
                 return min(there, key=lambda t: t.last_seen)
@@ -100,11 +101,14 @@ class ContentIndex:
     def _summarised(
         self, space: Space, points: Sequence[Point], head: int, opening: Sequence[str]
     ) -> Thread | None:
-        for thread in reversed(self._texts.values()):
-            if _may_be_broken(thread, space, points, head) and any(
-                _quotes(text, thread.last_text) for text in opening
-            ):
-                return thread
+        quoted = [
+            thread
+            for thread in self._texts.values()
+            if thread.space == space and any(_quotes(text, thread.last_text) for text in opening)
+        ]
+        # What several conversations were told says nothing about which of them this is.
+        if len(quoted) == 1 and _may_be_broken(quoted[0], space, points, head):
+            return quoted[0]
         return None
 
     def _retold(
@@ -114,23 +118,26 @@ class ContentIndex:
             return None
         tenant, salt, _ = points[0]
         for name in said():
-            for thread in reversed(self._said.get((tenant, salt, name), ())):
-                if _may_be_broken(thread, space, points, head):
-                    return thread
+            there = self._said.get((tenant, salt, name), ())
+            if len(there) == 1 and _may_be_broken(there[0], space, points, head):
+                return there[0]
         return None
+
+    def left_at(self, points: Sequence[Point], space: Space) -> bool:
+        """Whether a conversation was at a place before this prompt's end when it was taken for broken."""
+        return any(t.space == space for point in points[:-1] for t in self._left.get(point, ()))
 
     def tip(self, points: Sequence[Point], head: int) -> Thread | None:
         """An idle thread whose last prompt, and a reply to it, this prompt goes on from."""
-        for n in range(len(points) - 1, head, -1):
+        for n in range(len(points) - 1, max(head, 1), -1):
             for thread in self._tips.get(points[n - 1], ()):
                 if not thread.in_flight:
                     return thread
         return None
 
-    def relative(self, point: Point) -> Thread | None:
-        """The latest thread whose tools and system messages end at ``point``."""
-        there = self._heads.get(point)
-        return there[-1] if there else None
+    def alike(self, point: Point) -> list[Thread]:
+        """Threads whose tools and system messages end at ``point``, the latest first."""
+        return self._heads.get(point, [])[::-1]
 
     # ------------------------------------------------------------ changes
 

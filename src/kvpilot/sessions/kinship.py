@@ -77,6 +77,7 @@ class Kinship:
         # The latest: calls are at the end of a reply.
         found = running[-agents:]
         self._orphans = [orphan for orphan in self._orphans if orphan not in found]
+        self._calls = [call for call in self._calls if call.left and now - call.at <= AFTER_CALL_S]
         if agents > len(found):
             self._calls.append(_Call(parent, space, head, now, agents - len(found)))
         return [orphan.session for orphan in found]

@@ -19,15 +19,22 @@ class Labels:
     def __init__(self) -> None:
         self._rotated: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
+        self._counted: dict[str, OrderedDict[str, None]] = {}
         self._aliases: OrderedDict[SessionKey, SessionKey] = OrderedDict()
 
     def came_again(self, tenant: str) -> None:
         """A request had an id that an earlier one had."""
         self._kept[tenant] += 1
 
-    def went_on_under_another(self, tenant: str) -> None:
-        """A request went on with the conversation of an id used only once, under an id never seen."""
-        self._rotated[tenant] += 1
+    def went_on_under_another(self, tenant: str, owner: str) -> None:
+        """A request went on with the conversation ``owner`` of an id used only once, under an id never seen. More
+        than one that does so with the same conversation are branches of it."""
+        counted = self._counted.setdefault(tenant, OrderedDict())
+        if owner not in counted:
+            counted[owner] = None
+            self._rotated[tenant] += 1
+            if len(counted) > MAX_ALIASES:
+                counted.popitem(last=False)
 
     def rotate(self, tenant: str) -> bool:
         """Whether the tenant's ids are new for every request."""

@@ -43,6 +43,10 @@ class Thread:
     """Where a content index has it."""
     answered: bool = False
     """Whether its last prompt got a complete reply."""
+    awaits_tools: bool = False
+    """Whether that reply called tools."""
+    mapped_turn: int = 0
+    """Which of its requests its reference is that of."""
     last_text: str = ""
     """That reply, where it may be a summary of the conversation."""
     segments: tuple[Segment, ...] = ()
