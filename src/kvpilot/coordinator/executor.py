@@ -113,8 +113,7 @@ class Executor:
         self._close(action_id, status, confirmed=gone, skipped=live, reason=reason, tiers=dict(dropped))
 
     def _split(self, work: Work) -> tuple[tuple[bytes, ...], int]:
-        holders = self._references.holders(work.space, work.chunks)
-        dead = tuple(chunk for chunk, n in zip(work.chunks, holders, strict=True) if n == 0)
+        dead = tuple(self._unheld(work.space, work.chunks))
         return dead, len(work.chunks) - len(dead)
 
     async def _locate(self, space: Space, chunks: Sequence[bytes]) -> list[frozenset[Tier]]:

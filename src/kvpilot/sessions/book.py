@@ -164,9 +164,7 @@ class SessionBook:
         if ref.id is not None and not self._is_label((tenant, ref.id), ref.parent, points, head):
             session = self._session((tenant, ref.id), explicit=True, now=now)
             self._link(session, ref.parent, now)
-            thread, change = self._thread_in(
-                session, space, hashes, head, self._content.left_at(points, space)
-            )
+            thread, change = self._thread_in(session, space, hashes, head, points)
         else:
             thread, change = self._content.find(space, points, head, opening, said, whole=whole)
             if thread is None:
@@ -253,8 +251,7 @@ class SessionBook:
     def drop(self, session: Session) -> None:
         """Forget a session and its threads (its children live on, without a parent)."""
         for thread in session.threads.values():
-            self._content.forget(thread)
-            self._owners.pop(thread.owner, None)
+            self._forget(thread)
         for child in session.children:
             if child in self.sessions:
                 self.sessions[child].parent = None
@@ -268,8 +265,7 @@ class SessionBook:
         idle = [t for t in session.threads.values() if not t.in_flight]
         surplus = sorted(idle, key=lambda t: t.last_seen)[: max(0, len(session.threads) - MAX_THREADS)]
         for thread in surplus:
-            self._content.forget(thread)
-            self._owners.pop(thread.owner, None)
+            self._forget(thread)
             del session.threads[thread.owner]
         return surplus
 
@@ -321,27 +317,30 @@ class SessionBook:
             named.state = SessionState.WAITING_HUMAN  # known by name only: nothing of it runs
         named.children.add(session.key)
 
-    @staticmethod
     def _thread_in(
-        session: Session, space: Space, hashes: Sequence[bytes], head: int, left_before: bool
+        self,
+        session: Session,
+        space: Space,
+        hashes: Sequence[bytes],
+        head: int,
+        points: Sequence[Point],
     ) -> tuple[Thread | None, Change]:
-        """``left_before``: the prompt goes on from where a conversation was before it was taken for broken."""
-        same_space = [t for t in session.threads.values() if t.space == space]
-        grown = [
-            t
-            for t in same_space
-            if t.hashes and common_prefix(t.hashes, hashes) == len(t.hashes) <= len(hashes)
-        ]
+        shared = {
+            t.owner: common_prefix(t.hashes, hashes) for t in session.threads.values() if t.space == space
+        }
+        same_space = [session.threads[owner] for owner in shared]
+        grown = [t for t in same_space if t.hashes and shared[t.owner] == len(t.hashes)]
         if grown:
             return max(grown, key=lambda t: len(t.hashes)), Change.CONTINUED
-        idle = [t for t in same_space if not t.in_flight and t.head == head]
-        shared = {t.owner: common_prefix(t.hashes, hashes) for t in idle}
+        alike = [t for t in same_space if t.head == head]
         # A message in common besides the head shows a broken context; the head alone, only where there is no
         # other conversation it could be: siblings under one id that wait for their tools have the same head.
-        akin = [t for t in idle if shared[t.owner] > max(head, 1)]
-        if not akin and head and not left_before:
-            alike = [t for t in same_space if t.head == head and common_prefix(t.hashes, hashes) >= head]
+        akin = [t for t in alike if not t.in_flight and shared[t.owner] > max(head, 1)]
+        if not akin and head:
+            alike = [t for t in alike if shared[t.owner] >= head]
             akin = [t for t in alike if len(alike) == 1 and not t.in_flight and not t.awaits_tools]
+            if akin and self._content.left_at(points, space):
+                akin = []  # it goes on from where a conversation was before that was taken for broken
         if akin:
             return max(akin, key=lambda t: (shared[t.owner], t.last_seen)), Change.BROKEN
         return None, Change.NEW
@@ -357,6 +356,10 @@ class SessionBook:
         if thread is not None and self.sessions[thread.session].turns == 1:
             self._labels.went_on_under_another(key[0], thread.owner)
         return self._labels.rotate(key[0])
+
+    def _forget(self, thread: Thread) -> None:
+        self._content.forget(thread)
+        self._owners.pop(thread.owner, None)
 
     def _adopt(self, child: Session, parent: SessionKey | None) -> None:
         """Make ``parent`` the parent that a session without ids was found to have."""
