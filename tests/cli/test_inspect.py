@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from kvpilot.cli.output import console, literal
 from kvpilot.replay.report import print_report
+from tests.answering import answering
 from tests.cli.conftest import Run
 
 Refused = Callable[..., str]
@@ -64,22 +64,12 @@ def control() -> Iterator[str]:
         "actions": {"actions": [{"session": name, **ACTION} for name in AWKWARD]},
     }
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0].removeprefix("/kvpilot/v1/")
-            body = json.dumps(pages["session" if path.startswith("sessions/") else path]).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def body(target: str) -> bytes:
+        path = target.partition("?")[0].removeprefix("/kvpilot/v1/")
+        return json.dumps(pages["session" if path.startswith("sessions/") else path]).encode()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with answering(body) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

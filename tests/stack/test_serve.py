@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,46 +15,34 @@ from kvpilot.config import Config
 from kvpilot.stack import StackError
 from kvpilot.stack.launch import launch, with_free_ports
 from kvpilot.stack.prepare import ask_engine
+from tests.answering import answering
 
 
 @contextmanager
-def answering(body: bytes, status: int = 200) -> Iterator[Config]:
+def engine_saying(body: bytes, status: int = 200) -> Iterator[Config]:
     """A configuration whose engine answers everything with ``body``."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Config().with_overrides(engine={"url": f"http://127.0.0.1:{server.server_port}"})
-        server.shutdown()
+    with answering(lambda path: body, status) as url:
+        yield Config().with_overrides(engine={"url": url})
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"<html>", b"[]", b"{}", b'{"data": []}', b'{"data": 5}', b'{"data": [{"name": "x"}]}']
 )
 def test_an_answer_that_is_no_list_of_models_is_told_as_that(body: bytes) -> None:
-    with answering(body) as config, pytest.raises(StackError) as refusal:
+    with engine_saying(body) as config, pytest.raises(StackError) as refusal:
         ask_engine(config)
     assert "something else than a list of models: check --engine" in str(refusal.value)
 
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "engine.api_key"), (404, "--engine")])
 def test_a_refusing_engine_is_told_with_what_to_check(status: int, advice: str) -> None:
-    with answering(b"{}", status) as config, pytest.raises(StackError) as refusal:
+    with engine_saying(b"{}", status) as config, pytest.raises(StackError) as refusal:
         ask_engine(config)
     assert f"answers {status} to /v1/models: check {advice}" in str(refusal.value)
 
 
 def test_an_engine_that_tells_only_its_models_name_will_do() -> None:
-    with answering(b'{"data": [{"id": "org/model", "root": null}]}') as config:
+    with engine_saying(b'{"data": [{"id": "org/model", "root": null}]}') as config:
         assert ask_engine(config).id == "org/model"
 
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from kvpilot.domain import Retention, SignalKind
-from kvpilot.hints.ids import read_session
+from kvpilot.hints.headers import read_flagged
 from kvpilot.hints.result import HintRequest, Hints
-from kvpilot.hints.values import as_object, is_true, read_object, read_priority
+from kvpilot.hints.values import as_object, read_object, read_priority
 
-_SESSION, _PARENT = "x-dynamo-session-id", "x-dynamo-parent-session-id"
-_FINAL = "x-dynamo-session-final"
-HEADERS = (_SESSION, _PARENT, _FINAL)
+HEADERS = ("x-dynamo-session-id", "x-dynamo-parent-session-id", "x-dynamo-session-final")
 GONE = ("latency_sensitivity", "cache_control", "session_control")
 
 
 def read_headers(request: HintRequest) -> Hints | None:
-    dropped: list[str] = []
-    session = read_session(request.headers, "dynamo", _SESSION, _PARENT, dropped)
-    final = is_true(request.headers.get(_FINAL))
-    return Hints(
-        session=session,
-        signals=(request.signal(SignalKind.END),) if final else (),
-        dropped=tuple(dropped),
-    )
+    return read_flagged(request, "dynamo", HEADERS, SignalKind.END)
 
 
 def read_body(request: HintRequest) -> Hints | None:
