@@ -27,6 +27,21 @@ from tests.coordinator.layer import MemoryLayer
 Message = dict[str, Any]
 
 
+SYSTEM = {"role": "system", "content": "you are an agent with rules a b c d e f g h"}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def words(prefix: str, n: int) -> str:
+    return " ".join(f"{prefix}{i}" for i in range(n))
+
+
 def text_tokens(messages: list[Message]) -> TokenArray:
     """One token per word: a template small enough to see through."""
     words = " ".join(f"<{m['role']}> {m['content']}" for m in messages).split()
