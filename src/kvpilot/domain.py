@@ -214,6 +214,8 @@ class Command(Struct, frozen=True):
     body: bytes = b""
     chunks: tuple[str, ...] = ()
     source: str = "api"
+    client_ids: tuple[str, ...] = ()
+    """Names the client gave it, each its tenant's own: what comes again under one of them is not done again."""
 
 
 class OutcomeStatus(StrEnum):
@@ -250,6 +252,10 @@ class ActionRecord(Struct, frozen=True):
     tiers: dict[str, int] = {}
     """Per tier: chunks confirmed gone (evict, demote) or present (prefetch)."""
     finished_at: float | None = None
+    client_ids: tuple[str, ...] = ()
+    """The names its command came under; a command that takes several actions gives them to each."""
+    asked: str = ""
+    """Digest of what the command asked for, where it has names: tells a repeat from another use of a name."""
 
     @property
     def open(self) -> bool:

@@ -60,6 +60,16 @@ def test_an_eviction_is_answered_with_its_outcome(client: TestClient, world: Wor
     assert not any(world.held(CONTEXT))
 
 
+def test_an_action_sent_again_under_its_id_is_shown_and_not_done_again(client: TestClient) -> None:
+    asked = {"kind": "prefetch", "session": "team:a/member:1", "id": "mine"}
+    first, again, other = (
+        client.post(f"{BASE}/actions?wait=10", json=asked | more).json()
+        for more in ({}, {}, {"kind": "evict"})
+    )
+    assert again == first
+    assert (other["status"], other["id"] == first["id"]) == ("rejected", False)
+
+
 def test_signals_answer_with_action_ids(client: TestClient) -> None:
     told = client.post(f"{BASE}/sessions/team:a/member:1/signals", json={"kind": "tool_finished"})
     assert told.status_code == 202

@@ -13,7 +13,16 @@ from tests.coordinator.world import World
 from kvpilot.control.store import Store
 from kvpilot.coordinator import executor
 from kvpilot.coordinator.actions import Work
-from kvpilot.domain import ActionKind, ActionRecord, OutcomeStatus, SessionState, SignalKind, Space
+from kvpilot.domain import (
+    ActionKind,
+    ActionRecord,
+    Command,
+    OutcomeStatus,
+    SessionRef,
+    SessionState,
+    SignalKind,
+    Space,
+)
 from kvpilot.sessions.book import Session
 
 SYSTEM = {"role": "system", "content": "rules that are long enough for chunks of four tokens"}
@@ -73,6 +82,23 @@ async def test_sessions_references_and_identity_survive(store: Store) -> None:
     after.turn(again)
     assert len(after.service.book.sessions) == before, "the conversation without an id is recognised"
     after.service.references.check_integrity()
+
+
+async def test_what_is_sent_again_after_a_restart_is_not_done_again(store: Store) -> None:
+    world = World()
+    attach(world, store)
+    context = [SYSTEM, user("a")]
+    world.turn(context, "A")
+    command = Command(ActionKind.EVICT, "default", "", SessionRef("A"), client_ids=("action:a-1",))
+    (done,) = await world.settle(await world.service.command(command))
+    assert done.status is OutcomeStatus.DONE and done.confirmed
+    await store.flush(world.service.references)
+    after = reload(store, world)
+    after.turn(context, "A")
+    held = after.held(context)
+    assert await after.service.command(command) == [done]
+    await asyncio.sleep(0)
+    assert any(held) and after.held(context) == held
 
 
 async def test_an_acknowledged_eviction_is_taken_up_again(

@@ -96,6 +96,10 @@ class ActionBody(Body):
     """What to do, and with what: a session, a range of its messages or tools, or chunk hashes."""
 
     kind: ActionKind
+    id: Id | None = Field(
+        default=None,
+        description="Your own id: sent again under it, the action is shown again, not done again.",
+    )
     session: Id | None = None
     tenant: Id | None = None
     target: TargetKind | None = None
@@ -244,6 +248,7 @@ def create_app(
                 end=body.end,
                 body=msgspec.json.encode({k: v for k, v in request.items() if v}),
                 chunks=tuple(body.chunks),
+                client_ids=(f"action:{body.id}",) if body.id else (),
             )
         )
         if wait:

@@ -37,6 +37,7 @@ class ActionLog:
     def __init__(self, listener: Listener | None = None) -> None:
         self._records: OrderedDict[str, ActionRecord] = OrderedDict()
         self._closed: dict[str, asyncio.Event] = {}
+        self._named: dict[tuple[str, str], list[str]] = {}
         self.listener = listener
         self.totals: dict[tuple[str, str], int] = {}
         self.chunks: dict[str, int] = {}
@@ -79,15 +80,35 @@ class ActionLog:
         self._put(record, None)
         return record
 
+    def name(self, record: ActionRecord, client_ids: tuple[str, ...], asked: str) -> ActionRecord:
+        """Write down the names a client has for the action, so that :meth:`named` finds it, also after a restart."""
+        record = msgspec.structs.replace(
+            self._records.get(record.id, record), client_ids=client_ids, asked=asked
+        )
+        self.adopt(record)
+        if self.listener is not None:
+            self.listener(record, None)
+        return record
+
+    def named(self, tenant: str, client_id: str) -> list[ActionRecord]:
+        """The actions a tenant's client knows by this name, as they stand now."""
+        return [self._records[action_id] for action_id in self._named.get((tenant, client_id), ())]
+
     def adopt(self, record: ActionRecord) -> None:
         """Put back a record loaded from the store, without telling the listener."""
         self._records[record.id] = record
+        for client_id in record.client_ids:
+            ids = self._named.setdefault((record.tenant, client_id), [])
+            if record.id not in ids:
+                ids.append(record.id)
 
     def _put(self, record: ActionRecord, work: Work | None) -> None:
         self._records[record.id] = record
         while len(self._records) > MAX_RECORDS:
-            old, _ = self._records.popitem(last=False)
+            old, dropped = self._records.popitem(last=False)
             self._closed.pop(old, None)
+            for client_id in dropped.client_ids:
+                self._named.pop((dropped.tenant, client_id), None)
         if not record.open:
             key = (record.kind.value, record.status.value)
             self.totals[key] = self.totals.get(key, 0) + 1

@@ -18,6 +18,7 @@ from kvpilot.coordinator.actions import ActionLog, Work
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.mapper import Mapped, Mapper
+from kvpilot.coordinator.repeats import Repeats, Reused
 from kvpilot.coordinator.segmenting import SegmentQueue
 from kvpilot.coordinator.tasks import ActionTasks
 from kvpilot.domain import (
@@ -93,6 +94,7 @@ class CoordinatorService:
         self.segments = SegmentQueue(segmenter)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of, settings.block_size)
         self.actions = ActionLog()
+        self.repeats = Repeats(self.actions)
         self.executor = Executor(
             backend,
             residency,
@@ -156,7 +158,17 @@ class CoordinatorService:
     # ------------------------------------------------------------ commands
 
     async def command(self, command: Command) -> list[ActionRecord]:
-        """Start what somebody asks for; the records tell the plan, by their ids what became of it is read."""
+        """Start what somebody asks for; the records tell the plan, by their ids what became of it is read.
+
+        What was asked for before under the same client id is not started again.
+        """
+        try:
+            return await self.repeats.once(command, self._command)
+        except Reused as reused:
+            session, tenant, source = command.session.id, command.tenant, command.source
+            return [self._final(command.kind, tenant, session, source, OutcomeStatus.REJECTED, str(reused))]
+
+    async def _command(self, command: Command) -> list[ActionRecord]:
         self.tasks.changed.set()
         session, tenant, source = command.session.id, command.tenant, command.source
         try:

@@ -12,6 +12,7 @@ define no payload for these actions yet, so this module does:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvpilot.domain import ActionKind, Command, Retention, SessionRef, Signal, SignalKind, TargetKind
@@ -68,15 +69,17 @@ class _Reader:
         self.signals: list[Signal] = []
         self.retention: Retention | None = None
         self.seen: set[str] = set()
+        self.message_id: str | None = None
 
     def read(self, envelope: dict[str, Any]) -> Hints:
         if envelope.get("protocol_version") != PROTOCOL:
             return Hints(dropped=(*self.dropped, f"{NAME}.protocol_version: not {PROTOCOL}"))
+        self.message_id = parse_id(envelope.get("message_id"), f"{NAME}.message_id", self.dropped)
         for number, action in enumerate(
             as_list(envelope.get("actions"), f"{NAME}.actions", MAX_ACTIONS, self.dropped)
         ):
             place = f"{NAME}.actions[{number}]"
-            if reason := self._action(action, place):
+            if reason := self._action(action, number, place):
                 self.dropped.append(f"{place}: {reason}")
         return Hints(
             commands=tuple(self.commands),
@@ -85,7 +88,7 @@ class _Reader:
             dropped=tuple(self.dropped),
         )
 
-    def _action(self, action: object, place: str) -> str | None:
+    def _action(self, action: object, number: int, place: str) -> str | None:
         """Take one action; the reason when it is not taken."""
         if not isinstance(action, dict):
             return "not an object"
@@ -109,12 +112,20 @@ class _Reader:
             return "its session is not known"
         if word == RETAIN:
             return self._retain(payload or {}, session, place)
-        return self._command(KINDS[word], payload or {}, session, f"{NAME}:{own_id}" if own_id else NAME)
+        names = [f"action:{own_id}"] if own_id else []
+        names += [f"message:{self.message_id}#{number}"] if self.message_id else []
+        source = f"{NAME}:{own_id}" if own_id else NAME
+        return self._command(KINDS[word], payload or {}, session, source, tuple(names))
 
     def _command(
-        self, kind: ActionKind, payload: dict[str, Any], session: SessionRef, source: str
+        self,
+        kind: ActionKind,
+        payload: dict[str, Any],
+        session: SessionRef,
+        source: str,
+        client_ids: tuple[str, ...],
     ) -> str | None:
-        make = self.request.command
+        make = partial(self.request.command, client_ids=client_ids)
         hashes = _hashes(payload)
         if isinstance(hashes, str):
             return hashes

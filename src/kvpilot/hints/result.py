@@ -59,6 +59,7 @@ class HintRequest:
         start: int = 0,
         end: int = 0,
         chunks: tuple[str, ...] = (),
+        client_ids: tuple[str, ...] = (),
     ) -> Command:
         """A command of this request's tenant. Ranges take the body with them: it tells what they count in."""
         ranged = target not in (TargetKind.SESSION, TargetKind.CHUNKS)
@@ -73,6 +74,7 @@ class HintRequest:
             body=self.body if ranged else b"",
             chunks=chunks,
             source=source,
+            client_ids=client_ids,
         )
 
     def signal(
