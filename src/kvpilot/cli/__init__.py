@@ -22,6 +22,7 @@ COMMAND_MODULES = (
     "kvpilot.cli.replay",
     "kvpilot.cli.bench",
     "kvpilot.cli.eval",
+    "kvpilot.cli.sim",
     "kvpilot.cli.demo",
 )
 """In the order in which ``kvpilot --help`` lists their commands."""

@@ -1,7 +1,7 @@
 """Readers of recorded agents: three kinds of recordings, one vocabulary, streamed."""
 
 from kvpilot.traces.errors import TraceError
-from kvpilot.traces.find import find_trace, read_trace, traces_folder
+from kvpilot.traces.find import find_trace, find_traces, read_trace, trace_name, traces_folder
 from kvpilot.traces.model import ToolRun, ToolUse, TraceAgent, TraceCall, TraceMessage, TraceSession
 from kvpilot.traces.overlay import Overlay, Placed, overlay
 
@@ -16,7 +16,9 @@ __all__ = [
     "TraceMessage",
     "TraceSession",
     "find_trace",
+    "find_traces",
     "overlay",
     "read_trace",
+    "trace_name",
     "traces_folder",
 ]

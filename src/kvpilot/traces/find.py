@@ -42,6 +42,25 @@ def find_trace(name: str, environ: Mapping[str, str] | None = None) -> Path:
     )
 
 
+def find_traces(name: str, environ: Mapping[str, str] | None = None) -> list[Path]:
+    """The trace of that name, or all of a folder of that name, in order. Raises TraceError when there is none."""
+    for folder in (Path(name), traces_folder(environ) / name):
+        if folder.is_dir():
+            found = sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS))
+            if not found:
+                raise TraceError(f"no traces in {folder}: files named {', '.join(_ENDINGS)} are looked for")
+            return found
+    return [find_trace(name, environ)]
+
+
+def trace_name(path: Path) -> str:
+    """A file's name without its endings."""
+    for ending in _ENDINGS:
+        if path.name.endswith(ending):
+            return path.name.removesuffix(ending)
+    return path.name
+
+
 def read_trace(path: Path, count: CountTokens = estimate_tokens) -> Iterator[TraceSession]:
     """Sessions of any of the known kinds, told apart by their first bytes. Raises TraceError."""
     with open_binary(path) as file:
