@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import msgspec
 import pytest
 
+from kvpilot.context.segments import SegmentedPrompt
 from kvpilot.domain import (
     ActionKind,
     Command,
@@ -18,6 +20,7 @@ from kvpilot.domain import (
     TargetKind,
     Tier,
 )
+from kvpilot.sessions.book import Thread
 from tests.coordinator.world import SYSTEM, World, text_tokens, user, words
 
 
@@ -116,3 +119,27 @@ async def test_range_edits_one_after_another_each_remove_their_range() -> None:
     assert first.confirmed and second.confirmed == second.planned == sum(before) - sum(world.held(a)) > 0
     (again,) = await world.settle(await world.service.command(edit("A", a, 4, 5)))
     assert again.planned == 0
+
+
+async def test_a_range_of_a_context_that_is_given_up_while_it_is_looked_for_is_missing() -> None:
+    world = World()
+    messages = [SYSTEM, user(words("u", 30))]
+    world.turn(messages, "A")
+    segments, ended = world.service.segments, asyncio.Event()
+
+    async def slowly(thread: Thread) -> SegmentedPrompt | None:
+        await ended.wait()
+        return await segments.of(thread)
+
+    world.service.resolver._segments_of = slowly
+    command = ranged(TargetKind.MESSAGES, 0, 1)
+    command = msgspec.structs.replace(command, body=json.dumps({"messages": messages}).encode())
+    asked = asyncio.create_task(world.service.command(command))
+    await asyncio.sleep(0)
+    await world.settle(world.signal("A", SignalKind.END))
+    ended.set()
+    (record,) = await asked
+    assert (record.status, record.reason) == (
+        OutcomeStatus.MISSING,
+        "session 'A' gave its context up meanwhile",
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpilot.backends.memory import MemoryLayer
 from kvpilot.context.segments import SegmentedPrompt, Segmenter
 from kvpilot.coordinator.segmenting import Known
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
@@ -22,7 +23,6 @@ from kvpilot.domain import (
     TokenArray,
 )
 from kvpilot.ingest.residency import Residency
-from tests.coordinator.layer import MemoryLayer
 
 Message = dict[str, Any]
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvpilot.domain import RequestFinished
+from kvpilot.gateway.asgi import body_chunks
 from tests.gateway.conftest import Rig, StartRig
 
 CHAT = "/v1/chat/completions"
@@ -51,6 +52,14 @@ async def test_a_body_over_the_limit_is_refused(start: StartRig) -> None:
             assert reply.status == 413
     assert not [body for _, _, body in rig.engine.requests if len(body) >= len(big)]
     assert (await rig.post(CHAT, BODY))[0] == 200
+
+
+@pytest.mark.parametrize("length", ["²", "٣", "9" * 5000, "-1", "", "1e9"])
+async def test_a_length_that_is_no_number_leaves_the_body_to_be_measured(length: str) -> None:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"{}"}
+
+    assert [chunk async for chunk in body_chunks(receive, length, 1)] == [b"{}"]
 
 
 async def test_too_many_at_once_are_sent_away_and_told_when_to_return(start: StartRig) -> None:

@@ -113,3 +113,44 @@ def hints(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@bench.command()
+def fuzz(
+    count: Annotated[int, typer.Option(min=1, help="Generated requests.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the generator: equal seeds, equal requests.")] = 1,
+    gateway_share: Annotated[
+        float, typer.Option("--gateway", min=0, max=1, help="Share that goes through the whole gateway.")
+    ] = 0.25,
+    coordinator_share: Annotated[
+        float, typer.Option("--coordinator", min=0, max=1, help="Share that goes on into the coordinator.")
+    ] = 0.12,
+    seeds: Annotated[
+        Path | None,
+        typer.Option(help='Valid requests, a line each: {"body": {…}, "headers": {…}}.', show_default=False),
+    ] = None,
+    only: Annotated[
+        int | None, typer.Option(min=0, help="Play this one case again and show it.", show_default=False)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """Odd requests and hints against gateway and coordinator, in this process: exit code 1 for any fault."""
+    import sys
+
+    from kvpilot.bench.fuzz.run import FuzzOptions, play_one, print_table, run_fuzz
+    from kvpilot.replay.run import write_json
+
+    options = FuzzOptions(count, seed, gateway_share, min(coordinator_share, gateway_share), seeds)
+    with user_errors(ValueError, OSError):
+        if only is not None:
+            for name, value in play_one(only, options).items():
+                console().print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+            return
+        document = run_fuzz(options, lambda line: print(line, file=sys.stderr, flush=True))
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, console())
+    if document["faults"]:
+        raise typer.Exit(1)

@@ -148,6 +148,8 @@ class Resolver:
                 raise Missing("the session has several contexts and the messages do not tell which one")
             return self._cut(session, thread, *self._counted(thread, command))
         segmented = await self._segments_of(thread)
+        if thread.owner not in self._references:
+            raise Missing(f"session {session.id!r} gave its context up meanwhile")
         if segmented is None:
             raise Missing("the context's message boundaries are not known")
         return self._cut(session, thread, *self._span(thread, segmented, body, hashes, command))

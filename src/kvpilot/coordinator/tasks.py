@@ -45,6 +45,11 @@ class ActionTasks:
         if not task.cancelled() and task.exception() is not None:
             log.error("an action failed unexpectedly", exc_info=task.exception())
 
+    @property
+    def under_way(self) -> int:
+        """Actions that have begun and not ended."""
+        return len(self._tasks)
+
     def busy(self, owner: str) -> bool:
         """Whether an action on this thread is under way."""
         return owner in self._busy

@@ -42,13 +42,18 @@ _INFERENCE = ("/v1/chat/completions", "/v1/completions")
 
 
 class Gateway:
-    """ASGI callable, one per worker process. Its connections open with ASGI's start-up event."""
+    """ASGI callable, one per worker process. Its connections open with ASGI's start-up event.
 
-    def __init__(self, config: Config) -> None:
+    ``upstream`` and ``link`` take the place of the connections to engine and coordinator.
+    """
+
+    def __init__(
+        self, config: Config, *, upstream: Upstream | None = None, link: GatewayLink | None = None
+    ) -> None:
         self._config = config
         self._tenants = Tenants(config.tenants)
-        self._upstream = Upstream(config)
-        self.link = GatewayLink(config)
+        self._upstream = upstream or Upstream(config)
+        self.link = link or GatewayLink(config)
         self._tools = Tools(
             config=config,
             upstream=self._upstream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+_DECIMAL = re.compile(r"[0-9]{1,18}")
+"""``int`` takes other digits, and fails on some of them and on very many."""
 JSON = (b"content-type", b"application/json")
 WATCH_AFTER_S = 0.05
 
@@ -37,7 +40,7 @@ async def respond_error(send: Send, error: GatewayError) -> None:
 async def body_chunks(receive: Receive, length: str | None, limit_mb: int) -> AsyncIterator[bytes]:
     """The request's body as it arrives. Raises GatewayError 413 beyond the limit, ClientGone."""
     limit = limit_mb * 1024 * 1024
-    if length is not None and length.isdigit() and int(length) > limit:
+    if length is not None and _DECIMAL.fullmatch(length) and int(length) > limit:
         raise too_large(limit_mb)
     size = 0
     while True:

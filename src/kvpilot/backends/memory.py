@@ -1,7 +1,8 @@
-"""A cache layer in memory that behaves as badly as the real one: it stores late, locks, lags, dies."""
+"""A simulated cache layer: no bytes, but as ill-behaved as the real ones. It stores late, locks, lags, dies."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 
 from kvpilot.backends.base import (
@@ -31,7 +32,8 @@ class MemoryLayer:
         """What the directory shows while it lags behind; None: what is held."""
         self.host_room = 1000
         """Chunks host memory takes before a prefetch leaves the rest out."""
-        self.drops: list[tuple[tuple[bytes, ...], frozenset[Tier]]] = []
+        self.drops: deque[tuple[tuple[bytes, ...], frozenset[Tier]]] = deque(maxlen=100)
+        """The latest."""
         self._hasher = ChunkHasher(chunk_size)
 
     def store(self, space: Space, tokens: TokenArray, *tiers: Tier) -> list[bytes]:
@@ -71,12 +73,15 @@ class MemoryLayer:
         self._alive()
         hashes = self._hasher.hashes(tokens)
         found = 0
+        room = self.host_room - sum(Tier.HOST in other for other in self.held.values())
         for chunk in hashes:
             tiers = self.tiers(space, chunk)
-            held = sum(Tier.HOST in other for other in self.held.values())
-            if Tier.HOST in tiers or (tiers and held < self.host_room):
+            if Tier.HOST not in tiers:
+                if not tiers or room <= 0:
+                    continue
                 tiers.add(Tier.HOST)
-                found += 1
+                room -= 1
+            found += 1
         return PrefetchResult(found, len(hashes), 0.001)
 
     async def drop(

@@ -1,0 +1,1 @@
+"""``kvpilot bench fuzz``: a million generated requests against the real gateway and coordinator, in one process."""
