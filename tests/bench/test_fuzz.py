@@ -33,7 +33,14 @@ def test_some_thousand_requests_do_no_harm() -> None:
     assert outcomes["read, to the engine"] > 700
     assert document["events"] > 600
     assert {"evict accepted", "demote accepted", "prefetch missing"} <= document["actions"].keys()
-    assert len(document["rss_mb"]) == 11
+    assert [len(job) for job in document["rss_mb"]] == [11]
+
+
+def test_processes_share_the_requests() -> None:
+    alone, shared = (run_fuzz(FuzzOptions(count=60, seed=4, gateway=0.3, jobs=jobs)) for jobs in (1, 2))
+    assert shared["outcomes"] == alone["outcomes"]
+    assert shared["faults"] == 0
+    assert len(shared["rss_mb"]) == 2
 
 
 def test_equal_seeds_make_equal_requests_and_each_can_be_made_alone() -> None:

@@ -73,7 +73,9 @@ class MemoryLayer:
         self._alive()
         hashes = self._hasher.hashes(tokens)
         found = 0
-        room = self.host_room - sum(Tier.HOST in other for other in self.held.values())
+        room = self.host_room
+        if len(self.held) > room:
+            room -= sum(Tier.HOST in other for other in self.held.values())
         for chunk in hashes:
             tiers = self.tiers(space, chunk)
             if Tier.HOST not in tiers:

@@ -125,6 +125,7 @@ def fuzz(
     coordinator_share: Annotated[
         float, typer.Option("--coordinator", min=0, max=1, help="Share that goes on into the coordinator.")
     ] = 0.12,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the requests.")] = 1,
     seeds: Annotated[
         Path | None,
         typer.Option(help='Valid requests, a line each: {"body": {…}, "headers": {…}}.', show_default=False),
@@ -142,7 +143,7 @@ def fuzz(
     from kvpilot.bench.fuzz.run import FuzzOptions, play_one, print_table, run_fuzz
     from kvpilot.replay.run import write_json
 
-    options = FuzzOptions(count, seed, gateway_share, min(coordinator_share, gateway_share), seeds)
+    options = FuzzOptions(count, seed, gateway_share, min(coordinator_share, gateway_share), seeds, jobs)
     with user_errors(ValueError, OSError):
         if only is not None:
             for name, value in play_one(only, options).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot.domain import SessionRef
-from kvpilot.hints.ids import parse_id
+from kvpilot.hints.ids import read_id
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import as_object, read_object
 
@@ -21,9 +21,8 @@ def read(request: HintRequest) -> Hints | None:
         context = as_object(value, NAME, dropped)
     if context is None:
         return Hints(dropped=tuple(dropped)) if dropped else None
-    program, session, parent = (
-        parse_id(context.get(key), f"{NAME}.{key}", dropped)
-        for key in ("program_id", "session_id", "parent_program_id")
-    )
+    program, session, parent = [
+        read_id(context, key, NAME, dropped) for key in ("program_id", "session_id", "parent_program_id")
+    ]
     # A program is one agent's run, and parents are told of programs: so it is what a session is here.
     return Hints(session=SessionRef(program or session, parent, "agent-infer"), dropped=tuple(dropped))

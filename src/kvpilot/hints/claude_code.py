@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot.domain import SessionRef
-from kvpilot.hints.ids import parse_id
+from kvpilot.hints.ids import read_id
 from kvpilot.hints.result import HintRequest, Hints
 
 HEADERS = ("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id")
@@ -11,7 +11,7 @@ HEADERS = ("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-
 
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
-    session, agent, parent = (parse_id(request.headers.get(name), name, dropped) for name in HEADERS)
+    session, agent, parent = [read_id(request.headers, name, "", dropped) for name in HEADERS]
     ref = SessionRef(session, parent, "claude-code")
     if agent is not None:
         ref = SessionRef(agent, parent or session, "claude-code")

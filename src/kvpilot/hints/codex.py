@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot.domain import SessionRef, SignalKind
-from kvpilot.hints.ids import parse_id
+from kvpilot.hints.ids import read_id
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import read_object
 
@@ -13,7 +13,7 @@ HEADERS = ("thread-id", "session-id", "x-codex-parent-thread-id", METADATA)
 
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
-    thread, session, parent = (parse_id(request.headers.get(name), name, dropped) for name in HEADERS[:3])
+    thread, session, parent = [read_id(request.headers, name, "", dropped) for name in HEADERS[:3]]
     metadata = _metadata(request, dropped)
     compacts = metadata.get("request_kind") == "compaction"
     return Hints(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +13,7 @@ from kvpilot.hints.result import HintRequest
 MAX_SCAN = 8 * 1024 * 1024
 """Bytes of a body beyond which it is not searched for marks."""
 BEFORE_MESSAGES = -1
+KEYS = ("cache_control", "prompt_cache_breakpoint")
 
 _Other = str | int | float | bool | None
 
@@ -30,10 +30,14 @@ class _Item(_Block, gc=False):
 
 
 _ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
+_KEY = re.compile(rb'_c(?:ontrol|ache_breakpoint)"')
+"""The end of either key as JSON has it; a text that quotes a key has a backslash before the quote.
+
+One search for both, in any body about as fast as copying it thrice: a rare character is what is looked for first.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A cache breakpoint that a client put on an item or on a block of its content.
 
     ``message``: index of the message it is in, -1 for tools and system text beside the messages.
@@ -53,44 +57,56 @@ def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: l
 
     ``messages`` and ``input`` count their items, the other places come before all messages.
     """
-    body = request.body
-    if len(body) > MAX_SCAN:
+    if len(request.body) > MAX_SCAN:
         dropped.append(f"{key}: not looked for in a body larger than {MAX_SCAN} bytes")
-        return []
-    needle = f'{key}"'.encode()  # a text that quotes the key has a backslash before the quote
-    if body.rfind(needle) < 0:  # twice as fast as from the front
         return []
     marks: list[Mark] = []
     for place in places:
-        raw = request.fields.get(place)
-        if raw is not None and bytes(raw).rfind(needle) >= 0:
-            marks += _marks(_items(request, place), key, counts=place in ("messages", "input"))
+        marks += _marks(request, place).get(key, ())
     return marks
 
 
-def _marks(items: Sequence[Any], key: str, *, counts: bool) -> list[Mark]:
-    mark_of = attrgetter(key)
-    marks: list[Mark] = []
+def _marks(request: HintRequest, place: str) -> dict[str, list[Mark]]:
+    """The marks in a list of the body by their key; found once a request, for all keys."""
+    name = f"marks of {place}"
+    found: dict[str, list[Mark]] | None = request.seen.get(name)
+    if found is None:
+        raw = request.fields.get(place)
+        found = {}
+        # What is decoded already is looked through in less time than it is searched.
+        if raw is not None and (f"items of {place}" in request.seen or _KEY.search(memoryview(raw))):
+            counts = place in ("messages", "input")
+            for number, block in _marked(_items(request, place)):
+                for key in KEYS:
+                    if (value := getattr(block, key)) is not None:
+                        found.setdefault(key, []).append(Mark(value, number if counts else BEFORE_MESSAGES))
+        request.seen[name] = found
+    return found
+
+
+def _marked(items: Sequence[Any]) -> Iterator[tuple[int, _Block]]:
+    """Blocks and items with a mark, and where in the list they are."""
     for number, item in enumerate(items):
         if type(item) is not _Item:
             continue
-        message = number if counts else BEFORE_MESSAGES
         if type(item.content) is list:
             for block in item.content:
-                if type(block) is _Block and (value := mark_of(block)) is not None:
-                    marks.append(Mark(value, message))
-        if (value := mark_of(item)) is not None:
-            marks.append(Mark(value, message))
-    return marks
+                if type(block) is _Block and not (
+                    block.cache_control is None and block.prompt_cache_breakpoint is None
+                ):
+                    yield number, block
+        if not (item.cache_control is None and item.prompt_cache_breakpoint is None):
+            yield number, item
 
 
 def _items(request: HintRequest, place: str) -> list[Any]:
     """The items of a list of the body, decoded once a request; none where it is no list or cannot be read."""
-    found = request.lists.get(place)
+    name = f"items of {place}"
+    found: list[Any] | None = request.seen.get(name)
     if found is None:
         try:
             found = _ITEMS.decode(request.fields[place])
         except (KeyError, ValueError, RecursionError):
             found = []
-        request.lists[place] = found
+        request.seen[name] = found
     return found

@@ -24,10 +24,16 @@ def parse_id(value: object, name: str, dropped: list[str]) -> str | None:
     return None
 
 
+def read_id(values: Mapping[str, object], key: str, place: str, dropped: list[str]) -> str | None:
+    """The id under ``key`` of a hint, ``place`` in the body, or of the headers (no place)."""
+    value = values.get(key)
+    return None if value is None else parse_id(value, f"{place}.{key}" if place else key, dropped)
+
+
 def read_session(
     values: Mapping[str, object], source: str, session: str, parent: str | None, dropped: list[str]
 ) -> SessionRef:
     """The session named by key ``session`` (and its parent by key ``parent``) of a hint or of the headers."""
-    own = parse_id(values.get(session), f"{source}.{session}", dropped)
-    other = parse_id(values.get(parent), f"{source}.{parent}", dropped) if parent is not None else None
+    own = read_id(values, session, source, dropped)
+    other = read_id(values, parent, source, dropped) if parent is not None else None
     return SessionRef(id=own, parent=other, source=source)

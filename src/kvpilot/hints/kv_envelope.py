@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any
 
 from kvpilot.domain import ActionKind, Command, Retention, SessionRef, Signal, SignalKind, TargetKind
-from kvpilot.hints.ids import parse_id
+from kvpilot.hints.ids import read_id
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import (
     MAX_TTL_S,
     as_list,
     as_object,
     as_range,
+    read_field,
     read_object,
     read_priority,
     read_ttl,
@@ -45,7 +46,7 @@ NOT_YET = "rejected: not supported yet"
 
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
-    params = read_object(request.fields.get("kv_transfer_params"), "kv_transfer_params", dropped) or {}
+    params = read_field(request, "kv_transfer_params", dropped) or {}
     envelopes = [
         read_object(request.fields.get("kv_hints"), "kv_hints", dropped),
         read_object(request.fields.get("kv_hint"), "kv_hint", dropped),
@@ -74,7 +75,7 @@ class _Reader:
     def read(self, envelope: dict[str, Any]) -> Hints:
         if envelope.get("protocol_version") != PROTOCOL:
             return Hints(dropped=(*self.dropped, f"{NAME}.protocol_version: not {PROTOCOL}"))
-        self.message_id = parse_id(envelope.get("message_id"), f"{NAME}.message_id", self.dropped)
+        self.message_id = read_id(envelope, "message_id", NAME, self.dropped)
         for number, action in enumerate(
             as_list(envelope.get("actions"), f"{NAME}.actions", MAX_ACTIONS, self.dropped)
         ):
@@ -97,25 +98,23 @@ class _Reader:
             return "action_type is not known"
         if action.get("action_version", ACTION_VERSION) != ACTION_VERSION:
             return f"action_version is not {ACTION_VERSION}"
-        own_id = parse_id(action.get("action_id"), f"{place}.action_id", self.dropped)
+        own_id = read_id(action, "action_id", place, self.dropped)
         if own_id in self.seen:
             return "action_id is a repetition"
         if own_id is not None:
             self.seen.add(own_id)
         if payload is not None and not isinstance(payload, dict):
             return "payload is not an object"
-        before = len(self.dropped)
-        session = SessionRef(
-            id=parse_id((payload or {}).get("session_id"), f"{place}.session_id", self.dropped)
-        )
+        before, payload = len(self.dropped), payload or {}
+        session = SessionRef(id=read_id(payload, "session_id", place, self.dropped))
         if len(self.dropped) > before:
             return "its session is not known"
         if word == RETAIN:
-            return self._retain(payload or {}, session, place)
+            return self._retain(payload, session, place)
         names = [f"action:{own_id}"] if own_id else []
         names += [f"message:{self.message_id}#{number}"] if self.message_id else []
         source = f"{NAME}:{own_id}" if own_id else NAME
-        return self._command(KINDS[word], payload or {}, session, source, tuple(names))
+        return self._command(KINDS[word], payload, session, source, tuple(names))
 
     def _command(
         self,

@@ -42,7 +42,7 @@ from kvpilot.hints import (
     thunderagent,
     verl,
 )
-from kvpilot.hints.result import HintRequest, Hints
+from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 
 log = logging.getLogger(__name__)
 
@@ -158,18 +158,32 @@ def read_hints(request: HintRequest) -> Hints:
 def join(found: Sequence[Hints], request: HintRequest) -> Hints:
     """One result of several dialects', the one with precedence first."""
     session = _join_ids([hints.session for hints in found])
-    retention = _join_retention([hints.retention for hints in found if hints.retention is not None])
-    commands = [_bound(command, session) for hints in found for command in hints.commands]
-    signals = [_bound(signal, session) for hints in found for signal in hints.signals]
-    said = bool(commands or signals or retention)
-    manage = any(hints.manage for hints in found)
-    # A JSON request without anything to infer from, which says something about KV, can only be about that.
-    manage = manage or (said and bool(request.fields) and not request.has_content)
+    commands: list[Command] = []
+    signals: list[Signal] = []
+    wishes: list[Retention] = []
+    edits: tuple[ContextEdit, ...] = ()
+    dropped: dict[str, None] = {}
+    manage = warm = False
+    for hints in found:
+        commands += hints.commands
+        signals += hints.signals
+        if hints.retention is not None:
+            wishes.append(hints.retention)
+        edits = edits or hints.edits
+        dropped.update(dict.fromkeys(hints.dropped))
+        manage, warm = manage or hints.manage, warm or hints.warm
+    retention = _join_retention(wishes)
+    if commands or signals or retention is not None:
+        # A JSON request without anything to infer from, which says something about KV, can only be about that.
+        manage = manage or (bool(request.fields) and not request.has_content)
     if manage and retention is not None:
         signals.append(request.signal(SignalKind.RETAIN, session=session, retention=retention))
-    dropped = dict.fromkeys(reason for hints in found for reason in hints.dropped)
-    sound = [command for command in commands if command.session.id or command.target is TargetKind.CHUNKS]
-    heard = [signal for signal in signals if signal.session.id]
+    sound = [
+        command
+        for command in (_bound(command, session) for command in commands)
+        if command.session.id or command.target is TargetKind.CHUNKS
+    ]
+    heard = [signal for signal in (_bound(signal, session) for signal in signals) if signal.session.id]
     if len(sound) < len(commands) or len(heard) < len(signals):
         dropped["commands or signals without a session id"] = None
     return Hints(
@@ -177,8 +191,8 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
         commands=tuple(sound),
         signals=tuple(heard),
         retention=retention,
-        edits=next((hints.edits for hints in found if hints.edits), ()),
-        warm=any(hints.warm for hints in found),
+        edits=edits,
+        warm=warm,
         manage=manage,
         dropped=_bounded(list(dropped)),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,8 +26,7 @@ _NO_SESSION = SessionRef()
 CONTENT_FIELDS = ("messages", "prompt", "prompt_embeds", "input")
 
 
-@dataclass(frozen=True, slots=True)
-class HintRequest:
+class HintRequest(msgspec.Struct, frozen=True):
     """What a dialect sees of a request."""
 
     fields: Mapping[str, msgspec.Raw]
@@ -39,9 +37,9 @@ class HintRequest:
     salt: str = ""
     body: bytes = b""
     """The whole body, for commands whose range refers to its messages or tools."""
-    now: float = field(default_factory=time.time)
-    lists: dict[str, list[Any]] = field(default_factory=dict, repr=False, compare=False)
-    """Lists of the body that were decoded, for the next dialect that looks (see ``hints.content``)."""
+    now: float = msgspec.field(default_factory=time.time)
+    seen: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What one dialect decoded of the body and the next may look for, too (``hints.content``, ``hints.values``)."""
 
     @property
     def has_content(self) -> bool:
@@ -91,8 +89,7 @@ class HintRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ContextEdit:
+class ContextEdit(msgspec.Struct, frozen=True):
     """An edit of the context the client asks the server for (Anthropic's ``context_management``).
 
     ``trigger`` and ``keep`` are a unit and a number, like ``("input_tokens", 100000)``; None where not given.
@@ -108,8 +105,7 @@ class ContextEdit:
     clear_tool_inputs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(msgspec.Struct, frozen=True):
     """What was understood.
 
     Commands and signals that a dialect leaves without a session are bound to the request's by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot.domain import Retention, SessionRef
-from kvpilot.hints.ids import MAX_ID, parse_id
+from kvpilot.hints.ids import MAX_ID, read_id
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import MAX_TTL_S, MIN_PRIORITY, read_object, read_ttl
 
@@ -25,7 +25,7 @@ def read(request: HintRequest) -> Hints | None:
 
 def _session(hints: dict[str, Any], dropped: list[str]) -> SessionRef:
     """An agent in a workflow is one conversation; agents' names repeat from workflow to workflow."""
-    names = [parse_id(hints.get(key), f"{FIELD}.{key}", dropped) for key in ("workflow_id", "agent_id")]
+    names = [read_id(hints, key, FIELD, dropped) for key in ("workflow_id", "agent_id")]
     joined = ":".join(name for name in names if name is not None)
     if len(joined) > MAX_ID:
         dropped.append(f"{FIELD}: workflow_id and agent_id together are longer than {MAX_ID} characters")

@@ -8,13 +8,16 @@ from typing import Any
 
 import msgspec
 
+from kvpilot.hints.result import HintRequest
+
 MAX_BYTES = 64 * 1024
 """Largest hint that is decoded at all."""
 MAX_NUMBER = 2**53
 MAX_TTL_S = 86_400.0
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 
-_DURATION = re.compile(r"(\d{1,9})([smhd])")
+_decode = msgspec.json.Decoder().decode
+_DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -28,11 +31,22 @@ def read_object(
         dropped.append(f"{name}: larger than {limit} bytes")
         return None
     try:
-        value = msgspec.json.decode(raw)
+        value = _decode(raw)
     except (ValueError, RecursionError):
         dropped.append(f"{name}: not valid JSON")
         return None
     return as_object(value, name, dropped)
+
+
+def read_field(request: HintRequest, name: str, dropped: list[str]) -> dict[str, Any] | None:
+    """The same for a field of the body that several dialects look into: decoded once, not to be changed."""
+    known = request.seen.get(name)
+    if known is None:
+        reasons: list[str] = []
+        known = request.seen[name] = read_object(request.fields.get(name), name, reasons), reasons
+    dropped += known[1]
+    value: dict[str, Any] | None = known[0]
+    return value
 
 
 def as_object(value: object, name: str, dropped: list[str]) -> dict[str, Any] | None:

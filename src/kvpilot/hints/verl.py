@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpilot.domain import Retention
 from kvpilot.hints.ids import read_session
 from kvpilot.hints.result import HintRequest, Hints
-from kvpilot.hints.values import MAX_TTL_S, as_number, as_object, read_object, read_priority
+from kvpilot.hints.values import MAX_TTL_S, as_number, as_object, read_field, read_priority
 
 NAME = "kv_transfer_params.agent_hint"
 SCHEMA = 1
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
-    params = read_object(request.fields.get("kv_transfer_params"), "kv_transfer_params", dropped) or {}
+    params = read_field(request, "kv_transfer_params", dropped) or {}
     hint = as_object(params.get("agent_hint"), NAME, dropped)
     if hint is None:
         return Hints(dropped=tuple(dropped)) if dropped else None

@@ -24,7 +24,7 @@ TURNS = 8
 LARGE = 0.01
 """Share of the changes that make a request large (tens of KB), as those cost the most time."""
 
-_RAW_MARK = "raw-"
+_RAW_MARK, _TALK_MARK = "raw-", "talk-"
 _RAW = (
     *("1e999", "-1e999", "1E+400", "1e-9999", "-0", "-0.0", "0.1e-400", "NaN", "Infinity", "-Infinity"),
     *("01", "+1", "0x10", "1.", ".5", "1_000", "1e", "--1", "tru", "nul", "undefined", "'s'", "{,}", "[1,]"),
@@ -133,7 +133,9 @@ class Cases:
     def _whole(self, random: Random, fields: dict[str, Any]) -> dict[str, Any]:
         """A request of one of many conversations, each of which grows in steps."""
         conversation, turn = random.randrange(CONVERSATIONS), random.randrange(TURNS)
-        body: dict[str, Any] = {"model": "m", "messages": list(_messages(conversation)[: 2 * turn + 2])}
+        body: dict[str, Any] = {"model": "m", "messages": f"{_TALK_MARK}{conversation}-{turn}"}
+        if random.random() < 0.3:
+            body["messages"] = list(_messages(conversation)[: 2 * turn + 2])
         if random.random() < 0.3:
             body["stream"] = True
         if random.random() < 0.05:
@@ -189,6 +191,12 @@ def _messages(conversation: int) -> tuple[dict[str, Any], ...]:
     return tuple(messages)
 
 
+@cache
+def _talk(conversation: int, turn: int) -> str:
+    """The first turns of a conversation as JSON, made once: most cases bend other things than these."""
+    return json.dumps(_messages(conversation)[: 2 * turn + 2])
+
+
 def _copied(value: Any, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
     """A copy in which some texts are other ones."""
     if isinstance(value, dict):
@@ -223,6 +231,8 @@ def _keys(value: Any) -> set[str]:
 def _text(random: Random, body: dict[str, Any]) -> str:
     """The structure as JSON in any of its layouts, some keys of it twice."""
     text = random.choice(_LAYOUTS)(body)
+    if _TALK_MARK in text:
+        text = re.sub(rf'"{_TALK_MARK}(\d+)-(\d+)"', lambda found: _talk(int(found[1]), int(found[2])), text)
     if _RAW_MARK in text:
         text = re.sub(rf'"{_RAW_MARK}(\d+)"', lambda found: _RAW[int(found[1]) % len(_RAW)], text)
     if random.random() < 0.1 and (places := list(_KEY.finditer(text, 0, 20_000))):
@@ -276,7 +286,7 @@ _COMPACT = (",", ":")
 _LAYOUTS: tuple[Callable[[Any], str], ...] = (
     *(json.JSONEncoder().encode, json.JSONEncoder(separators=_COMPACT).encode) * 5,
     *(json.JSONEncoder(separators=_COMPACT, ensure_ascii=False).encode,) * 3,
-    json.JSONEncoder(indent=2).encode,
+    json.JSONEncoder(separators=(" ,\n  ", "\t: ")).encode,
 )
 _DAMAGE: tuple[Callable[[Random, bytes], bytes], ...] = (
     _cut,

@@ -61,6 +61,7 @@ class Coordinator:
         self.events = 0
         self.outcomes: Counter[str] = Counter()
         self._layer = MemoryLayer(CHUNK_TOKENS, HELD_CHUNKS)
+        self._layer.host_room = HELD_CHUNKS
         self._residency = Residency()
         self.service = CoordinatorService(
             backend=self._layer,

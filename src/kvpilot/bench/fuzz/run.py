@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +50,17 @@ class FuzzOptions:
     gateway: float = 0.25
     coordinator: float = 0.12
     seeds: Path | None = None
+    jobs: int = 1
+    """Processes that share the cases; each has gateways and a coordinator of its own."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run saw. ``faults`` are the first few in words, each with the number of its case."""
+    """What a process saw. ``faults`` are the first few in words, each with the number of its case."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
+    events: int = 0
     faults: list[str] = field(default_factory=list)
     faulty: int = 0
     rss_mb: list[float] = field(default_factory=list)
@@ -157,45 +164,62 @@ class _Door:
 
 def run_fuzz(options: FuzzOptions, say: Send = lambda line: None) -> dict[str, Any]:
     """Play the whole run; the document tells what came of it. Raises ValueError for seeds that are none."""
-    cases = Cases(load_seeds(options.seeds), options.seed)
-    report = Report()
-    listener = _Listener(report)
+    load_seeds(options.seeds)
     began = time.perf_counter()
-    logging.getLogger().addHandler(listener)
-    try:
-        with hurried():
-            coordinator = asyncio.run(_play(options, cases, report, listener, say))
-    finally:
-        logging.getLogger().removeHandler(listener)
-    if report.growth_mb > GROWTH_MB:
-        report.fault(f"memory grew by {report.growth_mb} MB after the first fifth of the run")
+    if options.jobs == 1:
+        reports = [_run_job(options, 0, say)]
+    else:
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            jobs = [pool.submit(_run_job, options, job, _to_stderr) for job in range(options.jobs)]
+            reports = [job.result() for job in jobs]
     return {
         "count": options.count,
         "seed": options.seed,
         "seconds": round(time.perf_counter() - began, 1),
         "through_gateway": sum(_in_share(number, options.gateway) for number in range(options.count)),
         "through_coordinator": sum(_in_share(number, options.coordinator) for number in range(options.count)),
-        "outcomes": dict(report.outcomes.most_common()),
-        "events": coordinator.events,
-        "actions": dict(coordinator.outcomes.most_common()),
-        "faults": report.faulty,
-        "first_faults": report.faults,
-        "rss_mb": report.rss_mb,
-        "growth_mb": report.growth_mb,
+        "outcomes": dict(sum((report.outcomes for report in reports), Counter()).most_common()),
+        "events": sum(report.events for report in reports),
+        "actions": dict(sum((report.actions for report in reports), Counter()).most_common()),
+        "faults": sum(report.faulty for report in reports),
+        "first_faults": [fault for report in reports for fault in report.faults],
+        "rss_mb": [report.rss_mb for report in reports],
+        "growth_mb": max(report.growth_mb for report in reports),
     }
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run_job(options: FuzzOptions, job: int, say: Send) -> Report:
+    """Every ``options.jobs``-th case, from number ``job`` on."""
+    report = Report()
+    listener = _Listener(report)
+    cases = Cases(load_seeds(options.seeds), options.seed)
+    logging.getLogger().addHandler(listener)
+    try:
+        with hurried():
+            asyncio.run(_play(options, job, cases, report, listener, say))
+    finally:
+        logging.getLogger().removeHandler(listener)
+    if report.growth_mb > GROWTH_MB:
+        report.fault(f"memory grew by {report.growth_mb} MB after the first fifth of the run")
+    return report
+
+
 async def _play(
-    options: FuzzOptions, cases: Cases, report: Report, listener: _Listener, say: Send
-) -> Coordinator:
+    options: FuzzOptions, job: int, cases: Cases, report: Report, listener: _Listener, say: Send
+) -> None:
     rig = Rig()
     await rig.coordinator.start()
     process = psutil.Process()
-    tenth = max(1, options.count // 10)
-    for number in range(options.count):
-        if number % tenth == 0:
+    numbers = range(job, options.count, options.jobs)
+    tenth = max(1, len(numbers) // 10)
+    for played, number in enumerate(numbers):
+        if played % tenth == 0:
             report.rss_mb.append(round(process.memory_info().rss / 2**20, 1))
-            say(f"{number} cases, {report.faulty} faults, {report.rss_mb[-1]} MB")
+            say(f"{played} of {len(numbers)} cases, {report.faulty} faults, {report.rss_mb[-1]} MB")
         listener.case = number
         case = cases.make(number)
         try:
@@ -209,7 +233,7 @@ async def _play(
             report.fault(f"case {number}: {found}"[:500])
     await rig.coordinator.close()
     report.rss_mb.append(round(process.memory_info().rss / 2**20, 1))
-    return rig.coordinator
+    report.actions, report.events = rig.coordinator.outcomes, rig.coordinator.events
 
 
 async def _try(case: Case, rig: Rig, options: FuzzOptions) -> tuple[str, str]:
@@ -257,7 +281,7 @@ def print_table(document: Mapping[str, Any], console: Console) -> None:
         "through the gateway": document["through_gateway"],
         "through the coordinator": document["through_coordinator"],
         "actions": sum(document["actions"].values()),
-        "memory (MB)": " ".join(f"{value:g}" for value in document["rss_mb"]),
+        "memory (MB)": "\n".join(" ".join(f"{mb:g}" for mb in job) for job in document["rss_mb"]),
         "seconds": document["seconds"],
         "faults": document["faults"],
     }
