@@ -24,13 +24,15 @@ def read(request: HintRequest) -> Hints | None:
 
 def speaks_of_blocks(hint: dict[str, Any]) -> bool:
     """Whether the hint is RFC #52113's."""
+    if not openjiuwen.OWN_WORDS.isdisjoint(hint):
+        return False
     control, management = hint.get("cache_control"), hint.get("context_management")
     edits = management.get("edits") if isinstance(management, dict) else None
-    words = {word for edit in _first(edits) if isinstance(edit, dict) for word in edit}
-    words.update(control if isinstance(control, dict) else ())
-    if not words.isdisjoint(openjiuwen.OWN_WORDS) or not hint.keys().isdisjoint(openjiuwen.OWN_WORDS):
-        return False
-    return not words.isdisjoint(rfc52113.OWN_WORDS)
+    words = set(control) if isinstance(control, dict) else set()
+    for edit in _first(edits):
+        if isinstance(edit, dict):
+            words.update(edit)
+    return not words.isdisjoint(rfc52113.OWN_WORDS) and words.isdisjoint(openjiuwen.OWN_WORDS)
 
 
 def _first(edits: object) -> list[Any]:

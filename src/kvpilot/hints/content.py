@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,17 +52,18 @@ def count_items(request: HintRequest, place: str) -> int:
     return len(_items(request, place))
 
 
-def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: list[str]) -> list[Mark]:
+def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: list[str]) -> Sequence[Mark]:
     """Every ``key`` on an item of ``places`` or on a block of its ``content``, in their order.
 
     ``messages`` and ``input`` count their items, the other places come before all messages.
     """
     if len(request.body) > MAX_SCAN:
         dropped.append(f"{key}: not looked for in a body larger than {MAX_SCAN} bytes")
-        return []
+        return ()
     marks: list[Mark] = []
     for place in places:
-        marks += _marks(request, place).get(key, ())
+        if place in request.fields:
+            marks += _marks(request, place).get(key, ())
     return marks
 
 
@@ -71,21 +72,24 @@ def _marks(request: HintRequest, place: str) -> dict[str, list[Mark]]:
     name = f"marks of {place}"
     found: dict[str, list[Mark]] | None = request.seen.get(name)
     if found is None:
-        raw = request.fields.get(place)
-        found = {}
         # What is decoded already is looked through in less time than it is searched.
-        if raw is not None and (f"items of {place}" in request.seen or _KEY.search(memoryview(raw))):
-            counts = place in ("messages", "input")
-            for number, block in _marked(_items(request, place)):
-                for key in KEYS:
-                    if (value := getattr(block, key)) is not None:
-                        found.setdefault(key, []).append(Mark(value, number if counts else BEFORE_MESSAGES))
+        if f"items of {place}" in request.seen or _KEY.search(memoryview(request.fields[place])):
+            found = _find(_items(request, place), counts=place in ("messages", "input"))
+        else:
+            found = {}
         request.seen[name] = found
     return found
 
 
-def _marked(items: Sequence[Any]) -> Iterator[tuple[int, _Block]]:
-    """Blocks and items with a mark, and where in the list they are."""
+def _find(items: Sequence[Any], *, counts: bool) -> dict[str, list[Mark]]:
+    found: dict[str, list[Mark]] = {}
+
+    def note(block: _Block, number: int) -> None:
+        for key in KEYS:
+            if (value := getattr(block, key)) is not None:
+                found.setdefault(key, []).append(Mark(value, number if counts else BEFORE_MESSAGES))
+
+    # Hundreds of blocks, hardly any of them marked: nothing is called for one that is not.
     for number, item in enumerate(items):
         if type(item) is not _Item:
             continue
@@ -94,9 +98,10 @@ def _marked(items: Sequence[Any]) -> Iterator[tuple[int, _Block]]:
                 if type(block) is _Block and not (
                     block.cache_control is None and block.prompt_cache_breakpoint is None
                 ):
-                    yield number, block
+                    note(block, number)
         if not (item.cache_control is None and item.prompt_cache_breakpoint is None):
-            yield number, item
+            note(item, number)
+    return found
 
 
 def _items(request: HintRequest, place: str) -> list[Any]:

@@ -178,12 +178,11 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
         manage = manage or (bool(request.fields) and not request.has_content)
     if manage and retention is not None:
         signals.append(request.signal(SignalKind.RETAIN, session=session, retention=retention))
-    sound = [
-        command
-        for command in (_bound(command, session) for command in commands)
-        if command.session.id or command.target is TargetKind.CHUNKS
-    ]
-    heard = [signal for signal in (_bound(signal, session) for signal in signals) if signal.session.id]
+    if session.id is not None:
+        commands = [_bound(command, session) for command in commands]
+        signals = [_bound(signal, session) for signal in signals]
+    sound = [command for command in commands if command.session.id or command.target is TargetKind.CHUNKS]
+    heard = [signal for signal in signals if signal.session.id]
     if len(sound) < len(commands) or len(heard) < len(signals):
         dropped["commands or signals without a session id"] = None
     return Hints(
