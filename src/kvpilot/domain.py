@@ -115,7 +115,8 @@ class Retention(Struct, frozen=True):
 
 
 class RequestStarted(Struct, frozen=True):
-    """A request was forwarded. ``body`` is its JSON as the client sent it (chat or completions)."""
+    """A request was forwarded. ``body`` is its JSON as ``path`` takes it: what the client sent, after the context
+    edits it asked for."""
 
     request_id: str
     at: float
@@ -128,15 +129,17 @@ class RequestStarted(Struct, frozen=True):
 
 
 class PromptKnown(Struct, frozen=True):
-    """A long streamed reply is under way whose engine told the prompt's tokens: a JSON list of ids."""
+    """A long streamed reply is under way whose engine told the prompt's tokens, a JSON list of ids, or at least
+    how many they are."""
 
     request_id: str
     at: float
-    prompt_ids: bytes
+    prompt_ids: bytes = b""
+    prompt_token_count: int = 0
 
 
 class RequestFinished(Struct, frozen=True):
-    """A request ended, well or not. ``message`` is the reply's message as JSON (content, tool_calls, …).
+    """A request ended, well or not. ``message`` is the reply as a chat message's JSON (content, tool_calls, …).
 
     ``prompt_ids`` and ``output_ids`` are JSON lists as the engine wrote them, empty when it told none; the
     prompt's is empty too when a ``PromptKnown`` came before.

@@ -44,10 +44,11 @@ async def test_a_tenants_requests_carry_its_salt_and_not_its_key(start: StartRig
     assert [body["cache_salt"] for body in rig.engine.bodies] == ["team%2Fa", "team%2Fa:mine", "b"]
     assert not any("authorization" in headers for _, headers, _ in rig.engine.requests)
     assert rig.coordinator
-    started = await rig.coordinator.until(RequestStarted, 2)
+    started = await rig.coordinator.until(RequestStarted, 3)
     assert [(event.tenant, event.salt) for event in started] == [
         ("team/a", "team%2Fa"),
         ("team/a", "team%2Fa:mine"),
+        ("b", "b"),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvpilot.context import anthropic, responses
 from kvpilot.context.messages import message_hashes
 from kvpilot.context.pieces import texts_of
 
@@ -31,6 +32,17 @@ def decode_body(raw: bytes) -> Body:
     except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def read_request(path: str, raw: bytes) -> Body:
+    """The request as a chat request (or a completion), whichever API it came by."""
+    body = decode_body(raw)
+    match path:
+        case anthropic.PATH:
+            return anthropic.chat_body(body)
+        case responses.PATH:
+            return responses.chat_body(body)
+    return body
 
 
 def head_length(body: Body) -> int:

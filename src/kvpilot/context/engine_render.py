@@ -1,4 +1,4 @@
-"""Message ends asked from the engine, for models whose tokenizer files are not at hand.
+"""What only the engine can tell, asked from it: the tokens of a chat, and where in them its messages end.
 
 vLLM's ``POST /tokenize`` renders and tokenises a chat; the tokens of the first k messages, as far as they agree
 with the true prompt, end where message k ends.
@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 
+from kvpilot.context.render import template_arguments
+from kvpilot.context.tokens import parse_tokens
 from kvpilot.domain import TokenArray
 
-_PASSED_ON = ("chat_template_kwargs",)
+
+class _Answer(msgspec.Struct):
+    tokens: msgspec.Raw
 
 
 class EngineRenderError(RuntimeError):
@@ -45,6 +50,16 @@ class EngineRenderer:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def prompt(self, body: Mapping[str, Any]) -> TokenArray:
+        """The tokens of a chat request. Raises EngineRenderError when the engine does not answer or refuses."""
+        try:
+            async with asyncio.timeout(self._budget_s):
+                return await self._tokenize(body, body["messages"], body.get("tools"), generation=True)
+        except TimeoutError:
+            raise EngineRenderError(f"no answer from {self._url} in {self._budget_s} s") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineRenderError(f"{self._url}: {error}") from None
 
     async def layout(self, body: Mapping[str, Any], prompt: TokenArray, known: Sequence[int]) -> TokenLayout:
         """Where each message ends in ``prompt``; ``known``: leading ends already known.
@@ -81,8 +96,13 @@ class EngineRenderer:
     async def _tokenize(
         self, body: Mapping[str, Any], messages: Sequence[Any], tools: Any, *, generation: bool
     ) -> TokenArray:
-        request: dict[str, Any] = {key: body[key] for key in _PASSED_ON if key in body}
-        request |= {"model": self._model, "messages": list(messages), "add_generation_prompt": generation}
+        request: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(messages),
+            "add_generation_prompt": generation,
+        }
+        if arguments := template_arguments(body):
+            request["chat_template_kwargs"] = arguments
         if tools:
             request["tools"] = tools
         if generation:
@@ -92,8 +112,11 @@ class EngineRenderer:
             self._session = aiohttp.ClientSession(headers=self._headers)
         async with self._session.post(self._url, json=request) as response:
             response.raise_for_status()
-            answer = await response.json()
-        return np.array(answer["tokens"], dtype=np.uint32)
+            answer = msgspec.json.decode(await response.read(), type=_Answer)
+        tokens = parse_tokens(answer.tokens)
+        if tokens is None:
+            raise ValueError("the answer has no tokens")
+        return tokens
 
 
 def _common(a: TokenArray, b: TokenArray) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 from kvpilot.context.conversation import (
     Body,
     content_hashes,
-    decode_body,
     head_length,
     named_replies,
     opening_texts,
     read_reply,
+    read_request,
 )
 from kvpilot.context.tokens import PromptParser, parse_tokens
 from kvpilot.domain import (
@@ -44,6 +44,10 @@ class Pending:
     turn: int
     """Which of its thread's requests it is."""
     prompt: TokenArray | None = None
+    asked: bool = False
+    """Its tokens are asked from the engine, as the reply does not tell them."""
+    ended: RequestFinished | None = None
+    """How it ended, while its tokens are still awaited."""
 
 
 @dataclass(slots=True)
@@ -100,11 +104,13 @@ class Mapper:
         self._space_of = space_of
         self._clock = clock
         self._pending: dict[str, Pending] = {}
+        self._late: dict[str, Pending] = {}
+        """Ended, but their tokens are still to come."""
         self._prompts = PromptParser()
         self.stats = MapperStats()
 
     def on_started(self, event: RequestStarted) -> Started:
-        body = decode_body(event.body)
+        body = read_request(event.path, event.body)
         hashes, head = content_hashes(body), head_length(body)
         started = self.book.start(
             tenant=event.tenant,
@@ -143,10 +149,35 @@ class Mapper:
         if pending is None:
             self.stats.without_request += 1
             return None
-        self._read_prompt(pending, event.prompt_ids)
+        if event.prompt_ids:
+            self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None or pending.turn < pending.started.thread.mapped_turn:
             return None
         return self._move(pending, pending.prompt, None, b"")
+
+    def ask(self, request_id: str) -> Body | None:
+        """The chat request of a running request whose tokens are going to be asked from the engine; None when
+        it is no chat."""
+        pending = self._pending.get(request_id)
+        if pending is None or not pending.body.get("messages"):
+            return None
+        pending.asked = True
+        return pending.body
+
+    def on_answer(self, request_id: str, prompt: TokenArray | None) -> Mapped | None:
+        """What the engine said about a request that was asked for; None when it said nothing to rely on."""
+        late = self._late.pop(request_id, None)
+        pending = late or self._pending.get(request_id)
+        if pending is None:
+            return None
+        pending.asked, pending.prompt = False, prompt
+        if prompt is None:
+            return None
+        if pending.ended is not None:
+            return self._map_end(pending, pending.ended)
+        if pending.turn < pending.started.thread.mapped_turn:
+            return None
+        return self._move(pending, prompt, None, b"")
 
     def on_finished(self, event: RequestFinished) -> Mapped | None:
         pending = self._pending.pop(event.request_id, None)
@@ -169,7 +200,15 @@ class Mapper:
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
+            if pending.asked and event.prompt_token_count:
+                pending.ended = event
+                self._late[event.request_id] = pending
             return None
+        return self._map_end(pending, event)
+
+    def _map_end(self, pending: Pending, event: RequestFinished) -> Mapped | None:
+        thread = pending.started.thread
+        assert pending.prompt is not None
         if pending.turn < thread.mapped_turn:
             # A later request of the conversation was mapped already: its context is the thread's.
             self.stats.mapped += 1
@@ -208,7 +247,7 @@ class Mapper:
             pending.prompt is None
             and pending.started.change is not Change.CONTINUED
             and pending.started.thread.space == space
-            for pending in self._pending.values()
+            for pending in (*self._pending.values(), *self._late.values())
         )
 
     def forecast(self, session: Session, now: float) -> Forecast | None:

@@ -69,6 +69,7 @@ class Runtime:
                 request_timeout_s=config.gateway.read_timeout_s * 1.5,
                 block_size=config.engine.block_size,
             ),
+            render=self.renderer.prompt,
             nudge=self.poller.nudge,
         )
         self.link = LinkServer(

@@ -7,14 +7,16 @@ and starts nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpilot.backends.base import Backend
 from kvpilot.context.chunks import ChunkHasher
+from kvpilot.context.conversation import Body
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Work
+from kvpilot.coordinator.asking import SILENT, Asker
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.mapper import Mapped, Mapper
@@ -36,6 +38,7 @@ from kvpilot.domain import (
     Space,
     TargetKind,
     Tier,
+    TokenArray,
 )
 from kvpilot.forecast import GapForecaster
 from kvpilot.ingest.residency import Residency
@@ -67,7 +70,8 @@ class ServiceSettings:
 
 
 class CoordinatorService:
-    """``on_session`` and ``on_forget`` are told when a session's stored state changes (the store listens)."""
+    """``on_session`` and ``on_forget`` are told when a session's stored state changes (the store listens).
+    ``render`` gives a chat's tokens where replies do not; without it such requests are not mapped."""
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class CoordinatorService:
         segmenter: Segmenter,
         space_of: Callable[[str], Space],
         settings: ServiceSettings,
+        render: Callable[[Body], Awaitable[TokenArray]] | None = None,
         nudge: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -106,6 +111,7 @@ class CoordinatorService:
             clock=clock,
         )
         self.tasks = ActionTasks()
+        self.asker = Asker(render, self._answered, settings.request_timeout_s) if render else None
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
 
@@ -120,14 +126,30 @@ class CoordinatorService:
             for thread in self.book.surplus(started.session):
                 self._forget_thread(thread)
             self.on_session(started.session)
+            if event.path in SILENT:
+                self._ask(event.request_id)
             return []
         if isinstance(event, PromptKnown):
+            self._counted(event)
             return self._mapped(self.mapper.on_prompt(event))
         if isinstance(event, RequestFinished):
+            self._counted(event)
             mapped = self._mapped(self.mapper.on_finished(event))
             self.tasks.request_ended.set()
             return mapped
         return self._signalled(event)
+
+    def _ask(self, request_id: str) -> None:
+        if self.asker is not None and (body := self.mapper.ask(request_id)) is not None:
+            self.asker.begin(request_id, body)
+
+    def _counted(self, event: PromptKnown | RequestFinished) -> None:
+        if self.asker is not None and (event.prompt_token_count or isinstance(event, RequestFinished)):
+            self.asker.counted(event.request_id, event.prompt_token_count)
+
+    def _answered(self, request_id: str, prompt: TokenArray | None) -> None:
+        self.tasks.changed.set()
+        self._mapped(self.mapper.on_answer(request_id, prompt))
 
     def _mapped(self, mapped: Mapped | None) -> list[ActionRecord]:
         if mapped is None:
@@ -439,3 +461,5 @@ class CoordinatorService:
     async def close(self) -> None:
         """Stop what runs; open actions stay open in the store and are taken up after a restart."""
         await self.tasks.close()
+        if self.asker is not None:
+            await self.asker.close()

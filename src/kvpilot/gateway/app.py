@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import replace
 
 import msgspec
 
 from kvpilot.config import Config
 from kvpilot.context.chunks import ChunkHasher
+from kvpilot.gateway.api_exchange import READERS, ApiExchange
 from kvpilot.gateway.asgi import (
     JSON,
     ClientGone,
@@ -23,13 +25,15 @@ from kvpilot.gateway.asgi import (
     respond_error,
 )
 from kvpilot.gateway.call import Call
+from kvpilot.gateway.editing import COUNT_PATH, Edited, count_reply, counter, edit_context
 from kvpilot.gateway.errors import GatewayError, not_found, too_busy
 from kvpilot.gateway.exchange import Exchange, relay_raw
-from kvpilot.gateway.headers import request_headers
+from kvpilot.gateway.headers import reply_headers, request_headers
 from kvpilot.gateway.link import GatewayLink
 from kvpilot.gateway.manage import answer, tell
 from kvpilot.gateway.metrics import Metrics
-from kvpilot.gateway.request import prepare, salted
+from kvpilot.gateway.other_apis import MESSAGES, MessagesReader
+from kvpilot.gateway.request import Prepared, prepare, salted
 from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants
 from kvpilot.gateway.tools import Questions, Tools
 from kvpilot.gateway.upstream import Upstream
@@ -38,7 +42,10 @@ log = logging.getLogger(__name__)
 
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose body, if any, means nothing to the engine."""
-_INFERENCE = ("/v1/chat/completions", "/v1/completions")
+_PLAIN = {b"accept-encoding": b"identity"}
+_WITH_IDS = ("/v1/chat/completions", "/v1/completions")
+"""Where the engine can be asked for what clients do not ask for."""
+_INFERENCE = (*_WITH_IDS, *READERS)
 
 
 class Gateway:
@@ -119,6 +126,8 @@ class Gateway:
             try:
                 if inference:
                     await self._inference(call, tenant, receive, tracking_send)
+                elif call.path == COUNT_PATH and call.method == "POST":
+                    await self._count_tokens(call, tenant, receive, tracking_send)
                 else:
                     await self._pass_through(call, tenant, receive, tracking_send)
             finally:
@@ -130,13 +139,14 @@ class Gateway:
                 # The reply is under way: that it breaks off is the only sign left to give.
                 log.warning("%s: %s", call.path, error.message)
             else:
-                await respond_error(tracking_send, error)
+                await respond_error(tracking_send, error, anthropic=call.path.startswith(MESSAGES))
         self._metrics.count(call.path if inference else "other", sent)
 
     async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         raw = b"".join([chunk async for chunk in self._body(call, receive)])
         began = time.perf_counter()
-        request = prepare(raw, call.headers, tenant, ask=self._tools.questions.allowed())
+        ask = self._tools.questions.allowed() if call.path in _WITH_IDS else ()
+        request = prepare(raw, call.headers, tenant, ask=ask)
         if request.hints.dropped:
             self._metrics.hints_dropped.inc(len(request.hints.dropped))
             log.info("session %s: dropped %s", request.hints.session.id, "; ".join(request.hints.dropped))
@@ -146,9 +156,42 @@ class Gateway:
             return await answer(self._tools, request, call, send)
         async with WhileConnected(receive) as connection:
             connection.watch()
-            exchange = Exchange(self._tools, call, request, raw, tenant)
+            if call.path in _WITH_IDS:
+                exchange = Exchange(self._tools, call, request, raw, tenant)
+            else:
+                exchange = await self._api_exchange(call, request, raw, tenant)
             self._metrics.prepare.observe(time.perf_counter() - began)
             await exchange.run(send, connection)
+        if connection.gone:
+            raise ClientGone
+        return None
+
+    async def _api_exchange(self, call: Call, request: Prepared, raw: bytes, tenant: str) -> ApiExchange:
+        if call.path != MESSAGES or not request.hints.edits:
+            return ApiExchange(self._tools, call, request, raw, tenant, READERS[call.path]())
+        edited = await self._edit(call, raw, request)
+        body = salted(edited.body, tenant) if tenant != DEFAULT_TENANT else edited.body
+        request = replace(request, body=body)
+        return ApiExchange(self._tools, call, request, edited.body, tenant, MessagesReader(edited.report()))
+
+    async def _edit(self, call: Call, raw: bytes, request: Prepared) -> Edited:
+        headers = self._upstream.authorize(request_headers(call.raw_headers, {}))
+        return await edit_context(raw, request.hints.edits, counter(self._upstream, headers))
+
+    async def _count_tokens(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
+        """Tokens of a Messages request, as it would be after its context edits."""
+        raw = b"".join([chunk async for chunk in self._body(call, receive)])
+        request = prepare(raw, call.headers, tenant, ask=())
+        async with WhileConnected(receive) as connection:
+            connection.watch()
+            edited = await self._edit(call, raw, request) if request.hints.edits else Edited(request.body)
+            headers = self._upstream.authorize(request_headers(call.raw_headers, _PLAIN))
+            async with await self._upstream.send(call.method, call.target, headers, edited.body) as reply:
+                if edited.original_tokens is None or reply.status != 200:
+                    return await relay_raw(reply, send, connection)
+                text = count_reply(await reply.read(), edited.original_tokens)
+                connection.release()
+                await respond(send, 200, reply_headers(reply.headers, keep_length=False), text)
         if connection.gone:
             raise ClientGone
         return None

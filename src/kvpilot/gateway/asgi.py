@@ -33,8 +33,9 @@ async def respond(send: Send, status: int, headers: RawHeaders, body: bytes) -> 
     await send({"type": "http.response.body", "body": body})
 
 
-async def respond_error(send: Send, error: GatewayError) -> None:
-    await respond(send, error.status, (JSON, *error.headers), error.body())
+async def respond_error(send: Send, error: GatewayError, *, anthropic: bool = False) -> None:
+    body = error.anthropic_body() if anthropic else error.body()
+    await respond(send, error.status, (JSON, *error.headers), body)
 
 
 async def body_chunks(receive: Receive, length: str | None, limit_mb: int) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Errors of the gateway itself, in the shape OpenAI clients know."""
+"""Errors of the gateway itself, in the shapes OpenAI's and Anthropic's clients know."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ class GatewayError(Exception):
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.kind, "param": None, "code": self.status}
         return msgspec.json.encode({"error": error})
+
+    def anthropic_body(self) -> bytes:
+        kind = _ANTHROPIC.get(self.status, self.kind)
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+
+_ANTHROPIC = {413: "request_too_large", 502: "api_error"}
+"""What Anthropic calls what OpenAI calls otherwise, by status."""
 
 
 def too_large(limit_mb: int) -> GatewayError:

@@ -11,6 +11,7 @@ import msgspec
 from kvpilot.domain import ActionRecord, Signal
 from kvpilot.gateway.asgi import JSON, Send, respond
 from kvpilot.gateway.call import Call
+from kvpilot.gateway.empty import empty_reply
 from kvpilot.gateway.headers import header_text
 from kvpilot.gateway.link import GatewayLink
 from kvpilot.gateway.request import Prepared
@@ -37,11 +38,18 @@ async def answer(tools: Tools, request: Prepared, call: Call, send: Send) -> Non
         actions=actions,
         reason="; ".join(reasons),
     )
-    headers = list(own_headers(request, actions))
-    if request.stream:
-        await respond(send, 200, [(b"content-type", b"text/event-stream"), *headers], as_stream(completion))
-    else:
-        await respond(send, 200, [JSON, *headers], msgspec.json.encode(completion))
+    body = empty_reply(
+        call.path,
+        request_id=call.id,
+        created=completion["created"],
+        model=request.model,
+        kvpilot=completion["kvpilot"],
+        stream=request.stream,
+    )
+    if body is None:
+        body = as_stream(completion) if request.stream else msgspec.json.encode(completion)
+    kind = (b"content-type", b"text/event-stream") if request.stream else JSON
+    await respond(send, 200, [kind, *own_headers(request, actions)], body)
 
 
 def tell(link: GatewayLink, signals: Sequence[Signal]) -> None:

@@ -24,11 +24,14 @@ class Tenants:
         return bool(self._keys)
 
     def identify(self, headers: Mapping[str, str]) -> str:
-        """The tenant of a request; raises GatewayError 401 for a key nobody has."""
+        """The tenant of a request by its ``Authorization: Bearer``, or else by its ``x-api-key`` (Anthropic's);
+        raises GatewayError 401 for a key nobody has."""
         if not self._keys:
             return DEFAULT_TENANT
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        tenant = self._keys.get(key.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
+        tenant = self._keys.get(key.strip())
         if tenant is None:
             raise unauthorized()
         return tenant

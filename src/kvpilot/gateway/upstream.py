@@ -9,6 +9,8 @@ from kvpilot.config import Config
 from kvpilot.gateway.errors import GatewayError, broken_off, timed_out, unreachable
 from kvpilot.gateway.http_client import Client, ConnectFailed, Disconnected, Headers, ReadTimeout, Response
 
+_KEYS = (b"authorization", b"x-api-key")
+"""Headers in which clients bring their key."""
 _FAILURES = (ConnectFailed, Disconnected, ReadTimeout)
 
 
@@ -72,7 +74,7 @@ class Upstream:
         """``headers`` with what the engine wants to see: its own key, and never a key that is kvpilot's."""
         if not self._api_key and not self._keys_are_ours:
             return headers
-        kept = [(name, value) for name, value in headers if name != b"authorization"]
+        kept = [(name, value) for name, value in headers if name not in _KEYS]
         if self._api_key:
             kept.append((b"authorization", b"Bearer " + self._api_key.encode()))
         return kept

@@ -94,8 +94,14 @@ def _edit(kind: str, edit: dict[str, Any], place: str, dropped: list[str]) -> Co
         keep=_amount(edit.get("keep"), f"{place}.keep", dropped),
         clear_at_least=least[1] if least is not None else 0,
         exclude_tools=tuple(tool for tool in tools if isinstance(tool, str)),
-        clear_tool_inputs=edit.get("clear_tool_inputs") is True,
+        clear_tool_inputs=_inputs(edit.get("clear_tool_inputs"), f"{place}.clear_tool_inputs", dropped),
     )
+
+
+def _inputs(value: object, place: str, dropped: list[str]) -> bool | tuple[str, ...]:
+    if value is None or isinstance(value, bool):
+        return value is True
+    return tuple(tool for tool in as_list(value, place, MAX_TOOLS, dropped) if isinstance(tool, str))
 
 
 def _amount(value: object, place: str, dropped: list[str]) -> tuple[str, int] | None:

@@ -102,7 +102,8 @@ class ContextEdit(msgspec.Struct, frozen=True):
     clear_at_least: int = 0
     """Input tokens below which clearing is not worth the broken prefix."""
     exclude_tools: tuple[str, ...] = ()
-    clear_tool_inputs: bool = False
+    clear_tool_inputs: bool | tuple[str, ...] = False
+    """Whether the inputs of cleared tool uses go too, or those of which tools."""
 
 
 class Hints(msgspec.Struct, frozen=True):
