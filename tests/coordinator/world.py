@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class World:
         chunk_size: int = 4,
         recheck_s: tuple[float, ...] = (0.0,),
         block_size: int = 64,
+        render: Callable[[Any], Awaitable[TokenArray]] | None = None,
     ) -> None:
         self.now = 1000.0
         self.layer = MemoryLayer(chunk_size)
@@ -70,6 +72,7 @@ class World:
             segmenter=Segmenter(None, None),
             space_of=lambda salt: Space("m", salt),
             settings=ServiceSettings(mode=mode, recheck_s=recheck_s, block_size=block_size),
+            render=render,
             clock=lambda: self.now,
         )
         self._ids = itertools.count(1)
@@ -89,6 +92,7 @@ class World:
         ref = SessionRef(session, kw.pop("parent", None), "agent_hint" if session else "content")
         salt = "" if tenant == "default" else tenant
         retention = kw.pop("retention", None)
+        path = kw.pop("path", "/v1/chat/completions")
         self.service.handle(
             RequestStarted(
                 request_id,
@@ -96,7 +100,7 @@ class World:
                 tenant,
                 salt,
                 ref,
-                "/v1/chat/completions",
+                path,
                 json.dumps(body).encode(),
                 retention,
             )

@@ -1,0 +1,210 @@
+"""Requests whose API tells no tokens: what the engine says when it is asked, and when it is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from kvpilot.context.engine_render import EngineRenderError
+from kvpilot.coordinator import asking
+from kvpilot.domain import PromptKnown, RequestFinished, SessionState, Space, TokenArray
+from kvpilot.gateway.edits import PLACEHOLDER
+from tests.coordinator.world import Message, World, text_tokens, user, words
+
+SYSTEM = words("rule", 12)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ASK_AFTER_S", 0.0)
+
+
+class Engine:
+    """Renders a chat as the world's toy template does."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.free.set()
+        self.broken = False
+        self.asked = 0
+
+    async def __call__(self, body: Any) -> TokenArray:
+        self.asked += 1
+        await self.free.wait()
+        if self.broken:
+            raise EngineRenderError("away")
+        return self.tokens(body["messages"])
+
+    @staticmethod
+    def tokens(messages: list[Message]) -> TokenArray:
+        return text_tokens([{"role": m["role"], "content": m.get("content") or "-"} for m in messages])
+
+
+class Agent:
+    """A client of Anthropic's API under one session id."""
+
+    def __init__(self, world: World, session: str = "A") -> None:
+        self.world = world
+        self.session = session
+
+    def start(self, messages: list[Message]) -> str:
+        body = {"system": SYSTEM}
+        return self.world.start(messages, self.session, path="/v1/messages", body=body)
+
+    def finish(self, request_id: str, count: int, **more: Any) -> None:
+        reply = {"role": "assistant", "content": "ok"}
+        self.world.service.handle(
+            RequestFinished(
+                request_id,
+                self.world.now,
+                more.pop("status", 200),
+                message=json.dumps(reply).encode(),
+                prompt_token_count=count,
+                **more,
+            )
+        )
+
+    def context(self, messages: list[Message]) -> list[Message]:
+        return [{"role": "system", "content": SYSTEM}, *messages]
+
+    def count(self, messages: list[Message]) -> int:
+        return len(text_tokens(self.context(messages)))
+
+    def stored(self, messages: list[Message]) -> None:
+        self.world.layer.store(Space("m"), text_tokens(self.context(messages)))
+
+    def held(self) -> list[int]:
+        """Tokens of each of the session's contexts."""
+        session = self.world.service.book.get("default", self.session)
+        assert session is not None
+        references = self.world.service.references
+        return [len(references.tokens(t.owner)) for t in session.threads.values() if t.owner in references]
+
+    async def turn(self, messages: list[Message]) -> None:
+        self.stored(messages)
+        self.finish(self.start(messages), self.count(messages))
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_request_is_mapped_by_what_the_engine_renders() -> None:
+    world = World(render=Engine())
+    agent = Agent(world)
+    messages = [user(words("a", 20))]
+    await agent.turn(messages)
+    assert agent.held() == [agent.count(messages)]
+    assert world.service.mapper.stats.mapped == 1
+    longer = [*messages, {"role": "assistant", "content": "ok"}, user("more")]
+    await agent.turn(longer)
+    assert agent.held() == [agent.count(longer)]
+
+
+async def test_what_has_another_length_than_the_engine_counted_is_not_believed() -> None:
+    world = World(render=Engine())
+    agent = Agent(world)
+    messages = [user("hi")]
+    agent.finish(agent.start(messages), agent.count(messages) + 1)
+    await settled()
+    assert (agent.held(), world.service.asker.outcomes) == ([], {"other length": 1})  # type: ignore[union-attr]
+    assert not world.service.mapper.unmapped(Space("m"))
+
+
+@pytest.mark.parametrize("broken", [True, False])
+async def test_without_an_answer_or_a_reply_the_session_is_known_all_the_same(broken: bool) -> None:
+    engine = Engine()
+    engine.broken = broken
+    world = World(render=engine)
+    agent = Agent(world)
+    request = agent.start([user("hi")])
+    assert world.service.mapper.unmapped(Space("m"))
+    agent.finish(request, 9 if broken else 0, status=200 if broken else 500)
+    await settled()
+    session = world.service.book.get("default", "A")
+    assert session is not None
+    assert (session.state, agent.held()) == (SessionState.WAITING_HUMAN, [])
+    assert not world.service.mapper.unmapped(Space("m"))
+
+
+async def test_an_answer_that_comes_late_does_not_undo_a_later_request() -> None:
+    engine = Engine()
+    world = World(render=engine)
+    agent = Agent(world)
+    first, second = [user("one")], [user("one"), {"role": "assistant", "content": "ok"}, user("two and more")]
+    engine.free.clear()
+    agent.finish(agent.start(first), agent.count(first))
+    session = world.service.book.get("default", "A")
+    assert session is not None and session.state is SessionState.WAITING_HUMAN
+    request = agent.start(second)
+    tokens = json.dumps(Engine.tokens(agent.context(second)).tolist()).encode()
+    agent.finish(request, agent.count(second), prompt_ids=tokens)
+    engine.free.set()
+    await settled()
+    assert agent.held() == [agent.count(second)]
+
+
+async def test_a_long_reply_is_mapped_while_it_runs() -> None:
+    world = World(render=Engine())
+    agent = Agent(world)
+    messages = [user("hi")]
+    request = agent.start(messages)
+    await settled()
+    assert agent.held() == []
+    world.service.handle(PromptKnown(request, world.now, prompt_token_count=agent.count(messages)))
+    await settled()
+    assert agent.held() == [agent.count(messages)]
+
+
+async def test_chat_completions_are_not_asked_for() -> None:
+    engine = Engine()
+    world = World(render=engine)
+    world.turn([user("hi")], "A")
+    await settled()
+    assert engine.asked == 0
+
+
+async def test_a_context_edit_releases_what_it_cleared_and_all_behind_it() -> None:
+    """The gateway edits, the coordinator sees the edited conversation: the old suffix has no holder any more."""
+    world = World(render=Engine())
+    agent = Agent(world)
+
+    def history(first: str) -> list[Message]:
+        use = {"type": "tool_use", "id": "t0123456789abcdef", "name": "read", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": first}
+        return [
+            user("go"),
+            {"role": "assistant", "content": [{"type": "text", "text": "look"}, use]},
+            {"role": "user", "content": [result]},
+            {"role": "assistant", "content": words("said", 12)},
+            user("more"),
+        ]
+
+    def as_chat(messages: list[Message]) -> list[Message]:
+        result = messages[2]["content"][0]["content"]
+        said = {"role": "assistant", "content": "look"}
+        return [messages[0], said, {"role": "tool", "content": result}, *messages[3:]]
+
+    async def turn(messages: list[Message]) -> None:
+        chat = as_chat(messages)
+        agent.stored(chat)
+        agent.finish(agent.start(messages), agent.count(chat))
+        await settled()
+
+    before, after = history(words("long", 40)), history(PLACEHOLDER)
+    await turn(before)
+    old = world.chunks(agent.context(as_chat(before)))
+    await turn(after)
+    (record,) = await world.settle(list(world.service.actions.newest()))
+    new = world.chunks(agent.context(as_chat(after)))
+    dead = [chunk for chunk in old if chunk not in new]
+    assert len(dead) >= 10
+    assert record.source == "supersession"
+    assert not any(world.service.references.is_live(Space("m"), chunk) for chunk in dead)
+    assert world.held(agent.context(as_chat(before))) == [chunk in new for chunk in old]
+    assert all(world.held(agent.context(as_chat(after))))
