@@ -16,6 +16,9 @@ VLLM = "4 vLLM X-Session-ID [code]"
 MIXED = "hints.registry: precedence"
 
 D, C, K = "X-Dynamo-", "x-claude-code-", "x-deepseek-harness-"
+UUID = "c31ac7cf-56a7-4c0a-b363-2b726377687d"
+OLD_USER = f"user_{'e5' * 32}_account__session_{UUID}"
+NEW_USER = f'{{"device_id": "3f4a", "account_uuid": "", "session_id": "{UUID}"}}'
 
 
 def sent(headers: dict[str, str], **expected: Any) -> dict[str, Any]:
@@ -42,6 +45,12 @@ ROWS = [
     Row(CLAUDE, "a sub-agent of a sub-agent", **sent({C + "session-id": "c", C + "agent-id": "b", C + "parent-agent-id": "a"}, session="b", parent="a")),
     Row(CLAUDE, "an agent without a session", **sent({C + "agent-id": "a"}, session="a")),
     Row(CLAUDE, "an empty id is dropped", **sent({C + "session-id": " "}, dropped=["session-id"])),
+    Row(CLAUDE, "older versions: the session in the user id", {"metadata": {"user_id": OLD_USER}}, session=UUID),
+    Row(CLAUDE, "the session in a user id that is JSON", {"metadata": {"user_id": NEW_USER}}, session=UUID),
+    Row(CLAUDE, "headers say more than the user id", {"metadata": {"user_id": OLD_USER}}, **sent({C + "session-id": "c", C + "agent-id": "a"}, session="a", parent="c")),
+    Row(CLAUDE, "another header's id comes before the user id", {"metadata": {"user_id": OLD_USER}}, **sent({D + "Session-ID": "d"}, session="d")),
+    Row(CLAUDE, "another user id names no session", {"metadata": {"user_id": "user_session_1", "session_id": "x"}}),
+    Row(CLAUDE, "metadata that is anybody's is let be", {"metadata": ["x", 1]}),
     Row(CODEX, "thread-id", **sent({"thread-id": "t"}, session="t")),
     Row(CODEX, "thread-id wins over session-id", **sent({"thread-id": "t", "session-id": "s"}, session="t")),
     Row(CODEX, "session-id alone", **sent({"session-id": "s"}, session="s")),

@@ -65,6 +65,8 @@ ROWS = [
     Row(ANTHROPIC, "max_tokens above 0 does not warm", {"cache_control": HOUR, "max_tokens": 1}, retention="3600 s"),
     Row(ANTHROPIC, "clear_tool_uses", edits(TOOL_USES), edits=["clear_tool_uses from 100000 input_tokens keep 3 tool_uses at least 20000 not memory"]),
     Row(ANTHROPIC, "clear_tool_uses with inputs", edits({"type": "clear_tool_uses_20250919", "clear_tool_inputs": True}), edits=["clear_tool_uses inputs too"]),
+    Row(ANTHROPIC, "clear_tool_uses with the inputs of some tools", edits({"type": "clear_tool_uses_20250919", "clear_tool_inputs": ["write"]}), edits=["clear_tool_uses inputs of write too"]),
+    Row(ANTHROPIC, "clear_tool_inputs that is neither is dropped", edits({"type": "clear_tool_uses_20250919", "clear_tool_inputs": 5}), edits=["clear_tool_uses"], dropped=["clear_tool_inputs"]),
     Row(ANTHROPIC, "clear_thinking", edits({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}), edits=["clear_thinking keep 2 thinking_turns"]),
     Row(ANTHROPIC, "clear_thinking that keeps all", edits({"type": "clear_thinking_20251015", "keep": "all"}), edits=["clear_thinking keep 0 all"]),
     Row(ANTHROPIC, "compact", edits({"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 150000}, "instructions": None, "pause_after_compaction": False}), edits=["compact from 150000 input_tokens"]),

@@ -108,8 +108,10 @@ def _edit(edit: ContextEdit) -> str:
         words.append(f"at least {edit.clear_at_least}")
     if edit.exclude_tools:
         words.append("not " + ",".join(edit.exclude_tools))
-    if edit.clear_tool_inputs:
+    if edit.clear_tool_inputs is True:
         words.append("inputs too")
+    elif edit.clear_tool_inputs:
+        words.append(f"inputs of {' '.join(edit.clear_tool_inputs)} too")
     return " ".join(words)
 
 
