@@ -106,6 +106,22 @@ async def test_a_request_is_mapped_by_what_the_engine_renders() -> None:
     assert agent.held() == [agent.count(longer)]
 
 
+async def test_system_messages_in_the_middle_are_put_first_where_the_template_wants_that() -> None:
+    class Strict(Engine):
+        async def __call__(self, body: Any) -> TokenArray:
+            if any(message["role"] == "system" for message in body["messages"][1:]):
+                raise EngineRenderError("400: the system message comes first")
+            return await super().__call__(body)
+
+    world = World(render=Strict())
+    agent = Agent(world)
+    messages = [user("hi"), {"role": "system", "content": " be brief"}, user("more")]
+    first = [{"role": "system", "content": f"{SYSTEM} be brief"}, user("hi"), user("more")]
+    agent.finish(agent.start(messages), len(text_tokens(first)))
+    await settled()
+    assert agent.held() == [len(text_tokens(first))]
+
+
 async def test_what_has_another_length_than_the_engine_counted_is_not_believed() -> None:
     world = World(render=Engine())
     agent = Agent(world)

@@ -34,6 +34,17 @@ def chat_body(body: Json) -> dict[str, Any]:
     return chat
 
 
+def system_first(chat: Json) -> dict[str, Any] | None:
+    """``chat`` as vLLM makes it for templates that take system messages only at the beginning: all in one; None
+    when that changes nothing."""
+    system = [m for m in chat["messages"] if m["role"] == "system"]
+    if system == chat["messages"][: len(system)]:
+        return None
+    text = "".join(str(message["content"]) for message in system)
+    rest = [m for m in chat["messages"] if m["role"] != "system"]
+    return {**chat, "messages": [{"role": "system", "content": text}, *rest]}
+
+
 def chat_messages(message: Json) -> list[dict[str, Any]]:
     """One message as chat messages: each tool result is one of its own and comes before the rest."""
     role, content = message.get("role"), message.get("content")

@@ -66,7 +66,7 @@ class Asker:
         try:
             await asyncio.sleep(ASK_AFTER_S)
             async with self._turn:
-                found = await self._render(body)
+                found = await self._rendered(body)
             async with asyncio.timeout(self._patience_s):
                 count = await self._counts[request_id]
             if len(found) == count:
@@ -84,6 +84,14 @@ class Asker:
             del self._counts[request_id]
         self.outcomes[outcome] += 1
         self._tell(request_id, tokens)
+
+    async def _rendered(self, body: Body) -> TokenArray:
+        try:
+            return await self._render(body)
+        except EngineRenderError:
+            if (other := anthropic.system_first(body)) is None:
+                raise
+            return await self._render(other)
 
     async def close(self) -> None:
         for task in self._tasks:
