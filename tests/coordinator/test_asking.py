@@ -177,12 +177,18 @@ async def test_a_long_reply_is_mapped_while_it_runs() -> None:
     assert agent.held() == [agent.count(messages)]
 
 
-async def test_chat_completions_are_not_asked_for() -> None:
+async def test_chat_completions_are_asked_for_only_when_the_engine_did_not_tell() -> None:
     engine = Engine()
     world = World(render=engine)
-    world.turn([user("hi")], "A")
+    agent = Agent(world)
+    messages = [user("hi")]
+    world.turn(messages, "A")
     await settled()
     assert engine.asked == 0
+    longer = [*messages, {"role": "assistant", "content": "ok"}, user("more")]
+    agent.finish(world.start(longer, "A"), len(text_tokens(longer)))
+    await settled()
+    assert (engine.asked, agent.held()) == (1, [len(text_tokens(longer))])
 
 
 async def test_a_context_edit_releases_what_it_cleared_and_all_behind_it() -> None:

@@ -166,6 +166,7 @@ async def test_edits_are_applied_before_the_engine_sees_the_request(rig: Rig, st
     _, _, text = await rig.post(MESSAGES, body)
     *counted, (_, _, sent) = rig.engine.requests
     assert [url for url, _, _ in counted] == [f"{MESSAGES}/count_tokens"] * 2
+    assert all(headers["accept-encoding"] == "identity" for _, headers, _ in counted)
     forwarded = json.loads(sent)
     assert forwarded["messages"][2]["content"][0]["content"] == PLACEHOLDER
     assert "context_management" not in forwarded

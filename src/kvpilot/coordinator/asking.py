@@ -1,4 +1,4 @@
-"""Tokens of requests whose API does not tell them, asked from the engine beside the request.
+"""Tokens of requests whose API, or whose engine, does not tell them, asked from the engine beside the request.
 
 vLLM returns token ids on chat completions and completions only. The same chat, rendered by its ``/tokenize``, has
 the same tokens; that it is the same is believed when there are as many as the engine counted for the request.

@@ -157,9 +157,9 @@ class Mapper:
 
     def ask(self, request_id: str) -> Body | None:
         """The chat request of a running request whose tokens are going to be asked from the engine; None when
-        it is no chat."""
+        it is no chat, or they are known or asked for already."""
         pending = self._pending.get(request_id)
-        if pending is None or not pending.body.get("messages"):
+        if pending is None or pending.asked or pending.prompt is not None or not pending.body.get("messages"):
             return None
         pending.asked = True
         return pending.body

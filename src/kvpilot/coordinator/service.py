@@ -133,6 +133,8 @@ class CoordinatorService:
             self._counted(event)
             return self._mapped(self.mapper.on_prompt(event))
         if isinstance(event, RequestFinished):
+            if event.prompt_token_count and not event.prompt_ids:
+                self._ask(event.request_id)  # an engine that does not tell them on chat completions either
             self._counted(event)
             mapped = self._mapped(self.mapper.on_finished(event))
             self.tasks.request_ended.set()

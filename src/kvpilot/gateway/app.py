@@ -175,7 +175,7 @@ class Gateway:
         return ApiExchange(self._tools, call, request, edited.body, tenant, MessagesReader(edited.report()))
 
     async def _edit(self, call: Call, raw: bytes, request: Prepared) -> Edited:
-        headers = self._upstream.authorize(request_headers(call.raw_headers, {}))
+        headers = self._upstream.authorize(request_headers(call.raw_headers, _PLAIN))
         return await edit_context(raw, request.hints.edits, counter(self._upstream, headers))
 
     async def _count_tokens(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
