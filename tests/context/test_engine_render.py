@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.context.engine_render import EngineRenderer
+from kvpilot.context.engine_render import EngineRenderer, EngineRenderError
 from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages
 from kvpilot.domain import TokenArray
 from kvpilot.stack.launch import Endpoints
@@ -175,3 +175,11 @@ async def test_spans_and_chunks_are_those_of_the_real_engine(stack: Endpoints) -
             await asyncio.sleep(0.5)
         assert [entry["key"]["chunk_hash_hex"] for entry in results] == chunks
         assert all(entry["placements"] for entry in results)
+
+
+async def test_the_engine_tells_a_chats_tokens(engine: FakeEngine, renderer: EngineRenderer) -> None:
+    assert np.array_equal(await renderer.prompt(AGENT), engine.chat.prompt(AGENT))
+    for gone in (EngineRenderer("http://127.0.0.1:9", "m"), EngineRenderer(f"{engine.url}/no", "m")):
+        with pytest.raises(EngineRenderError):
+            await gone.prompt(AGENT)
+        await gone.close()

@@ -19,6 +19,9 @@ from kvpilot.context.render import template_arguments
 from kvpilot.context.tokens import parse_tokens
 from kvpilot.domain import TokenArray
 
+PROMPT_S = 30.0
+"""How long a prompt's tokens are waited for: nobody waits behind it, and a busy engine takes its time."""
+
 
 class _Answer(msgspec.Struct):
     tokens: msgspec.Raw
@@ -54,10 +57,10 @@ class EngineRenderer:
     async def prompt(self, body: Mapping[str, Any]) -> TokenArray:
         """The tokens of a chat request. Raises EngineRenderError when the engine does not answer or refuses."""
         try:
-            async with asyncio.timeout(self._budget_s):
+            async with asyncio.timeout(PROMPT_S):
                 return await self._tokenize(body, body["messages"], body.get("tools"), generation=True)
         except TimeoutError:
-            raise EngineRenderError(f"no answer from {self._url} in {self._budget_s} s") from None
+            raise EngineRenderError(f"no answer from {self._url} in {PROMPT_S} s") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineRenderError(f"{self._url}: {error}") from None
 
