@@ -29,6 +29,8 @@ class _Item(_Block, gc=False):
     content: list[_Block | list[Any] | _Other] | _Block | _Other = None
 
 
+_UNMARKED = _Item(content=[_Block()])
+"""What most of a long conversation consists of."""
 _ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
 _KEY = re.compile(rb'_c(?:ontrol|ache_breakpoint)"')
 """The end of either key as JSON has it; a text that quotes a key has a backslash before the quote.
@@ -89,9 +91,9 @@ def _find(items: Sequence[Any], *, counts: bool) -> dict[str, list[Mark]]:
             if (value := getattr(block, key)) is not None:
                 found.setdefault(key, []).append(Mark(value, number if counts else BEFORE_MESSAGES))
 
-    # Hundreds of blocks, hardly any of them marked: nothing is called for one that is not.
+    # Hundreds of items, hardly any of them marked: one that is not costs a comparison, or a few.
     for number, item in enumerate(items):
-        if type(item) is not _Item:
+        if item == _UNMARKED or type(item) is not _Item:
             continue
         if type(item.content) is list:
             for block in item.content:

@@ -21,7 +21,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from kvpilot.domain import Command, Retention, SessionRef, Signal, SignalKind, TargetKind
 from kvpilot.hints import (
@@ -102,25 +102,30 @@ class Registry:
 
     def read(self, request: HintRequest) -> Hints:
         """Everything the request says about its session and its KV; see the module's text for precedence."""
-        ranks = {rank for name in request.fields.keys() & self._by_field for rank in self._by_field[name]}
-        ranks.update(
-            rank for name in request.headers.keys() & self._by_header for rank in self._by_header[name]
-        )
-        found = [hints for rank in sorted(ranks) if (hints := self._ask(self.dialects[rank], request))]
+        ranks: set[int] = set()
+        for name in self._by_field.keys() & request.fields:
+            ranks.update(self._by_field[name])
+        for name in self._by_header.keys() & request.headers:
+            ranks.update(self._by_header[name])
+        found = []
+        for rank in sorted(ranks):
+            dialect = self.dialects[rank]
+            try:
+                hints = dialect.read(request)
+                if hints is not None and not isinstance(hints, Hints):
+                    raise TypeError(f"read returned a {type(hints).__name__}, not Hints")
+            except Exception:
+                hints = self._failed(dialect)
+            if hints is not None:
+                found.append(hints)
         return join(found, request) if found else _NOTHING
 
-    def _ask(self, dialect: Dialect, request: HintRequest) -> Hints | None:
-        try:
-            hints = dialect.read(request)
-            if hints is not None and not isinstance(hints, Hints):
-                raise TypeError(f"read returned a {type(hints).__name__}, not Hints")
-            return hints
-        except Exception:
-            # No dialect may fail a user's request, a plug-in's neither.
-            if dialect.name not in self._broken:
-                self._broken.add(dialect.name)
-                log.exception("dialect %s failed; told once", dialect.name)
-            return Hints(dropped=(f"{dialect.name}: could not be read",))
+    def _failed(self, dialect: Dialect) -> Hints:
+        """No dialect may fail a user's request, a plug-in's neither."""
+        if dialect.name not in self._broken:
+            self._broken.add(dialect.name)
+            log.exception("dialect %s failed; told once", dialect.name)
+        return Hints(dropped=(f"{dialect.name}: could not be read",))
 
 
 def _index(names: Iterable[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
@@ -171,8 +176,10 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
         if hints.retention is not None:
             wishes.append(hints.retention)
         edits = edits or hints.edits
-        dropped.update(dict.fromkeys(hints.dropped))
-        manage, warm = manage or hints.manage, warm or hints.warm
+        if hints.dropped:
+            dropped.update(dict.fromkeys(hints.dropped))
+        manage = manage or hints.manage
+        warm = warm or hints.warm
     retention = _join_retention(wishes)
     if commands or signals or retention is not None:
         # A JSON request without anything to infer from, which says something about KV, can only be about that.
@@ -199,15 +206,18 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
 
 
 def _bound(said: _Said, session: SessionRef) -> _Said:
-    return said if said.session.id else msgspec.structs.replace(said, session=session)
+    return said if said.session.id else replace(said, session=session)
 
 
 def _join_ids(refs: Sequence[SessionRef]) -> SessionRef:
-    named = next((ref for ref in refs if ref.id is not None), None)
+    spoken = [ref for ref in refs if ref.id is not None or ref.parent is not None]
+    if not spoken:
+        return SessionRef()
+    named = next((ref for ref in spoken if ref.id is not None), None)
     if named is None:
-        parent = next((ref for ref in refs if ref.parent is not None), None)
-        return SessionRef(id=parent.parent, source=parent.source) if parent is not None else SessionRef()
-    other = next((ref.parent for ref in refs if ref.parent is not None and ref.id in (None, named.id)), None)
+        return SessionRef(id=spoken[0].parent, source=spoken[0].source)
+    own = (None, named.id)
+    other = next((ref.parent for ref in spoken if ref.parent is not None and ref.id in own), None)
     return SessionRef(id=named.id, parent=other if other != named.id else None, source=named.source)
 
 
@@ -216,7 +226,7 @@ def _join_retention(wishes: Sequence[Retention]) -> Retention | None:
         return None
     first = next((wish for wish in wishes if wish.ttl_s > 0), wishes[0])
     priority = next((wish.priority for wish in wishes if wish.priority), 0)
-    return first if first.priority == priority else msgspec.structs.replace(first, priority=priority)
+    return first if first.priority == priority else replace(first, priority=priority)
 
 
 def _bounded(reasons: list[str]) -> tuple[str, ...]:

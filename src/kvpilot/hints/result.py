@@ -44,8 +44,11 @@ class HintRequest(msgspec.Struct, frozen=True):
     @property
     def has_content(self) -> bool:
         """Whether there is anything to infer from: a request without it can only be about KV."""
-        values = (self.fields.get(name) for name in CONTENT_FIELDS)
-        return any(value is not None and not _is_empty(value) for value in values)
+        for name in CONTENT_FIELDS:
+            value = self.fields.get(name)
+            if value is not None and not _is_empty(value):
+                return True
+        return False
 
     def command(
         self,

@@ -71,7 +71,7 @@ def as_list(value: object, name: str, limit: int, dropped: list[str]) -> list[An
 
 def as_number(value: object) -> float | None:
     """A finite number; booleans and texts are none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         number = float(value)
