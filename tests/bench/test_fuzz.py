@@ -20,7 +20,7 @@ from kvpilot.coordinator.service import CoordinatorService
 
 
 def test_the_seeds_are_the_conformance_table() -> None:
-    assert PATH.read_text() == seeds(), "run: python -m tests.hints.conformance.seeds"
+    assert PATH.read_text() == seeds(), "run: python -m tests.hints.conformance.report"
 
 
 def test_some_thousand_requests_do_no_harm() -> None:

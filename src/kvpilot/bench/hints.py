@@ -2,8 +2,10 @@
 
 The body is read already, as in the gateway; no network, one thread. What is measured is the thread's CPU time:
 nothing here waits for anything, so that is what it takes on a core of its own, whatever else the machine does.
-Requests of all kinds take turns, so that code and data are as cold as in a gateway. Variants: a client that says nothing, each
-dialect alone, all of them at once, and hints on every message (the dearest: such messages are decoded).
+Requests of all kinds take turns, so that code and data are as cold as in a gateway.
+
+Variants: a client that says nothing, each dialect alone, all of them at once, and hints on every message (the
+dearest: such messages are decoded).
 """
 
 from __future__ import annotations

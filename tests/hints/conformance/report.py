@@ -1,4 +1,4 @@
-"""``python -m tests.hints.conformance.report`` writes docs/conformance.md from the table."""
+"""``python -m tests.hints.conformance.report`` writes docs/conformance.md and the fuzzer's seeds from the table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.hints.conformance import seeds
 from tests.hints.conformance.rows import ROWS
 from tests.hints.conformance.table import Row
 
@@ -71,3 +72,5 @@ def _short(text: str) -> str:
 if __name__ == "__main__":
     PATH.write_text(report())
     print(f"{PATH}: {len(ROWS)} rules")
+    seeds.PATH.write_text(seeds.seeds())
+    print(f"{seeds.PATH}: {len(seeds.seeds().splitlines())} seeds")

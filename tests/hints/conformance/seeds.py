@@ -1,4 +1,4 @@
-"""``python -m tests.hints.conformance.seeds`` writes the seeds of ``kvpilot bench fuzz`` from the table."""
+"""The seeds of ``kvpilot bench fuzz``: the table's requests, written by ``tests.hints.conformance.report``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,3 @@ LONGEST = 2000
 def seeds() -> str:
     lines = (json.dumps({"body": row.body or {}, "headers": row.headers or {}}) for row in ROWS)
     return "".join(f"{line}\n" for line in lines if len(line) <= LONGEST)
-
-
-if __name__ == "__main__":
-    PATH.write_text(seeds())
-    print(f"{PATH}: {seeds().count(chr(10))} seeds")
