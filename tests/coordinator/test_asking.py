@@ -55,7 +55,7 @@ class Agent:
         return self.world.start(messages, self.session, path="/v1/messages", body=body)
 
     def finish(self, request_id: str, count: int, **more: Any) -> None:
-        reply = {"role": "assistant", "content": "ok"}
+        reply = more.pop("reply", {"role": "assistant", "content": "ok"})
         self.world.service.handle(
             RequestFinished(
                 request_id,
@@ -163,6 +163,41 @@ async def test_an_answer_that_comes_late_does_not_undo_a_later_request() -> None
     engine.free.set()
     await settled()
     assert agent.held() == [agent.count(second)]
+
+
+@pytest.mark.parametrize("length", [1, 30])
+async def test_a_reply_that_fills_chunks_is_held_too(length: int) -> None:
+    engine = Engine()
+    world = World(render=engine)
+    agent = Agent(world)
+    messages = [user("hi")]
+    reply = {"role": "assistant", "content": words("said", length)}
+    request = agent.start(messages)
+    agent.finish(request, agent.count(messages), reply=reply, completion_token_count=length)
+    await settled()
+    await settled()
+    # Of the reply all tokens but the last were computed; the toy template writes its role before it.
+    whole = agent.count(messages) + (length - 1 if length > 1 else 0)
+    assert agent.held() == [whole]
+    longer = [*messages, reply, user("more")]
+    await agent.turn(longer)
+    assert agent.held() == [agent.count(longer)]
+
+
+async def test_a_reply_that_renders_otherwise_is_not_held() -> None:
+    class Stripping(Engine):
+        async def __call__(self, body: Any) -> TokenArray:
+            tokens = await super().__call__(body)
+            return tokens if body.get("add_generation_prompt", True) else tokens[1:]
+
+    world = World(render=Stripping())
+    agent = Agent(world)
+    messages = [user("hi")]
+    reply = {"role": "assistant", "content": words("said", 30)}
+    agent.finish(agent.start(messages), agent.count(messages), reply=reply, completion_token_count=30)
+    await settled()
+    await settled()
+    assert agent.held() == [agent.count(messages)]
 
 
 async def test_a_long_reply_is_mapped_while_it_runs() -> None:

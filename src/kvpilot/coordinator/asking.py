@@ -11,9 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from kvpilot.context import anthropic, responses
-from kvpilot.context.conversation import Body
+from kvpilot.context.conversation import Body, decode_body
 from kvpilot.context.engine_render import EngineRenderError
+from kvpilot.coordinator.mapper import Mapped
 from kvpilot.domain import TokenArray
 
 log = logging.getLogger(__name__)
@@ -84,6 +87,25 @@ class Asker:
             del self._counts[request_id]
         self.outcomes[outcome] += 1
         self._tell(request_id, tokens)
+
+    async def with_reply(self, mapped: Mapped, chunk_size: int) -> TokenArray | None:
+        """The context of a mapped request with its reply, as the next request will render it; None when the reply
+        completes no chunk or its tokens cannot be told."""
+        prompt = mapped.prompt
+        # The last sampled token was never fed back: its KV does not exist.
+        end = len(prompt) + mapped.reply_tokens - 1
+        if end // chunk_size <= len(prompt) // chunk_size or "messages" not in mapped.body:
+            return None
+        messages = [*mapped.body["messages"], decode_body(mapped.reply)]
+        try:
+            async with self._turn:
+                found = await self._rendered(
+                    {**mapped.body, "messages": messages, "add_generation_prompt": False}
+                )
+        except EngineRenderError:
+            return None
+        goes_on = len(found) >= end and np.array_equal(found[: len(prompt)], prompt)
+        return found[:end] if goes_on else None
 
     async def _rendered(self, body: Body) -> TokenArray:
         try:

@@ -74,6 +74,8 @@ class Mapped:
     reply: bytes
     released: Released
     change: Change
+    reply_tokens: int = 0
+    """How many tokens the reply had."""
 
 
 def pause_keys(session: Session, state: SessionState, tools: Sequence[str]) -> tuple[list[str], str]:
@@ -216,7 +218,13 @@ class Mapper:
         output = parse_tokens(event.output_ids)
         # The last sampled token was never fed back: its KV does not exist.
         output = pending.prompt[:0] if output is None else output[:-1]
-        mapped = self._move(pending, np.concatenate((pending.prompt, output)), output, event.message)
+        mapped = self._move(
+            pending,
+            np.concatenate((pending.prompt, output)),
+            output,
+            event.message,
+            event.completion_token_count,
+        )
         self.stats.mapped += 1
         if self._clock() - event.at <= 1.0:
             self.stats.mapped_within_1s += 1
@@ -261,7 +269,14 @@ class Mapper:
         keys, _ = pause_keys(session, pause.state, pause.tools)
         self.forecaster.observe(keys, pause.seconds)
 
-    def _move(self, pending: Pending, tokens: TokenArray, output: TokenArray | None, reply: bytes) -> Mapped:
+    def _move(
+        self,
+        pending: Pending,
+        tokens: TokenArray,
+        output: TokenArray | None,
+        reply: bytes,
+        reply_tokens: int = 0,
+    ) -> Mapped:
         started = pending.started
         thread = started.thread
         thread.mapped_turn = pending.turn
@@ -282,4 +297,5 @@ class Mapper:
             reply=reply,
             released=released,
             change=started.change,
+            reply_tokens=reply_tokens,
         )

@@ -153,6 +153,17 @@ class CoordinatorService:
         self.tasks.changed.set()
         self._mapped(self.mapper.on_answer(request_id, prompt))
 
+    async def _extend(self, asker: Asker, mapped: Mapped) -> None:
+        """Let the thread hold its reply, too, whose tokens nobody told."""
+        thread, turn = mapped.thread, mapped.thread.mapped_turn
+        tokens = await asker.with_reply(mapped, self.backend.chunk_size)
+        if tokens is None or thread.mapped_turn != turn or thread.owner not in self.references:
+            return
+        if len(self.references.tokens(thread.owner)) == len(mapped.prompt):
+            self.references.set(thread.owner, thread.space, tokens)
+            self.residency.learn_context(thread.space, self.references.chunks(thread.owner))
+            self.on_session(mapped.session)
+
     def _mapped(self, mapped: Mapped | None) -> list[ActionRecord]:
         if mapped is None:
             return []
@@ -161,6 +172,8 @@ class CoordinatorService:
         if mapped.thread.owner in self.references:
             # So that the cache layer's events, which name chunks in short, are understood at once.
             self.residency.learn_context(mapped.thread.space, self.references.chunks(mapped.thread.owner))
+        if self.asker is not None and mapped.reply and mapped.output is not None and not len(mapped.output):
+            self.tasks.start(self._extend(self.asker, mapped), [])
         dead = list(reversed(mapped.released.chunks))
         thread = mapped.thread
         dead += self._take_leftover(thread)
