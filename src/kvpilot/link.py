@@ -1,7 +1,9 @@
 """The wire between gateway workers and the coordinator: where the sockets are and what frames look like.
 
-Events: PUSH (worker, connects) → PULL (coordinator, binds); one frame, a MessagePack ``domain.Event``.
-Commands: DEALER (worker, connects) ↔ ROUTER (coordinator, binds); two frames, an 8-byte correlation id and a
+Events: a Unix stream socket (workers connect, the coordinator listens); frames of four bytes of length (big-endian)
+and a MessagePack ``domain.Event``, see ``event_wire``. They carry whole requests at the rate of the traffic: a message
+queue in between would copy each of them twice more and wake a thread on either side.
+Commands: ZMQ, DEALER (worker, connects) ↔ ROUTER (coordinator, binds); two frames, an 8-byte correlation id and a
 MessagePack ``CommandBatch`` one way, the same id and a ``CommandReply`` the other way.
 Sockets lie in a folder only this user can enter.
 """
@@ -40,8 +42,8 @@ def make_runtime_dir(config: Config) -> Path:
     return folder
 
 
-def event_endpoint(config: Config) -> str:
-    return f"ipc://{runtime_dir(config)}/events"
+def event_socket(config: Config) -> Path:
+    return runtime_dir(config) / "events"
 
 
 def command_endpoint(config: Config) -> str:

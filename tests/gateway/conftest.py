@@ -20,6 +20,7 @@ from aiohttp import web
 from kvpilot import link
 from kvpilot.config import Config
 from kvpilot.domain import ActionRecord, CommandBatch, CommandReply, Event, OutcomeStatus
+from kvpilot.event_wire import EventReceiver
 from kvpilot.gateway.__main__ import bind
 from kvpilot.gateway.app import Gateway
 
@@ -148,16 +149,16 @@ class FakeCoordinator:
         self.batches: list[CommandBatch] = []
         self.silent = False
         self._context = context = zmq.asyncio.Context()
-        self._pull = context.socket(zmq.PULL)
         link.make_runtime_dir(config)
-        self._pull.bind(link.event_endpoint(config))
+        self._receiver = EventReceiver(
+            link.event_socket(config), lambda frame: self.events.append(link.event_decoder.decode(frame))
+        )
         self._router = context.socket(zmq.ROUTER)
         self._router.bind(link.command_endpoint(config))
-        self._tasks = [asyncio.create_task(self._take_events()), asyncio.create_task(self._take_commands())]
-
-    async def _take_events(self) -> None:
-        while True:
-            self.events.append(link.event_decoder.decode(await self._pull.recv()))
+        self._tasks = [
+            asyncio.create_task(self._receiver.start()),
+            asyncio.create_task(self._take_commands()),
+        ]
 
     async def _take_commands(self) -> None:
         while True:
@@ -189,6 +190,7 @@ class FakeCoordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._receiver.stop()
         self._context.destroy(linger=0)
 
 

@@ -127,3 +127,54 @@ def test_ids_come_out_of_any_layout(prompt: list[int], output: list[int], compac
     expected = {**reply, "prompt_token_ids": None}
     expected["choices"] = [{**reply["choices"][0], "token_ids": None}]  # type: ignore[index, dict-item]
     assert json.loads(read.without_ids) == expected
+
+
+deltas = st.sampled_from(
+    [
+        {"content": "a"},
+        {"content": ' "token_ids":[1,2] "delta":{} \n\n'},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"token_ids":[3]}'}}]},
+        {},
+    ]
+)
+chunk_choices = st.fixed_dictionaries(
+    {
+        "index": st.sampled_from([0, 0, 0, 1]),
+        "delta": deltas,
+        "logprobs": st.sampled_from([None, None, {"content": []}]),
+        "finish_reason": st.sampled_from([None, None, None, "stop"]),
+        "token_ids": st.sampled_from([None, [], [1], [1, 22, 333]]),
+    }
+)
+chunks = st.fixed_dictionaries(
+    {"id": st.sampled_from(["c", "c", "d"]), "choices": st.lists(chunk_choices, min_size=1, max_size=2)},
+    optional={"prompt_token_ids": st.sampled_from([[], [1, 2, 3]])},
+)
+
+
+@given(st.lists(chunks, max_size=6), st.sampled_from([frozenset(), frozenset((TOKEN_IDS,))]), cuts)
+def test_chunks_that_arrive_together_are_read_like_chunks_that_arrive_alone(
+    sent: list[dict[str, object]], added: frozenset[str], cuts: list[int]
+) -> None:
+    events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in sent]
+    alone, together = StreamReader(added), StreamReader(added)
+    one_by_one = b"".join([*(alone.feed(event) for event in events), alone.close()])
+    at_once = together.feed(b"".join(events)) + together.close()
+    assert at_once == one_by_one == pass_through(b"".join(events), cuts, added)
+    assert together.message() == alone.message()
+    assert together.facts == alone.facts
+    # Nothing but ids is missing, and all that have a place of their own are.
+    expected = [without_ids(chunk) if added else chunk for chunk in sent if not added or not only_ids(chunk)]
+    assert [json.loads(line[6:]) for line in json_events(at_once)] == expected
+
+
+def without_ids(chunk: dict[str, object]) -> dict[str, object]:
+    bare = {**chunk, "choices": [{**choice, "token_ids": None} for choice in chunk["choices"]]}  # type: ignore[attr-defined]
+    return {**bare, "prompt_token_ids": None} if "prompt_token_ids" in chunk else bare
+
+
+def only_ids(chunk: dict[str, object]) -> bool:
+    return all(
+        choice["delta"] == {} and choice["finish_reason"] is None and choice["logprobs"] is None
+        for choice in chunk["choices"]  # type: ignore[attr-defined]
+    )

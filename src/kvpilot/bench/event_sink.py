@@ -5,25 +5,27 @@ Runs at the coordinator's priority, whose place it takes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
 
-import zmq
-
 from kvpilot import link
 from kvpilot.config import parse_config
 from kvpilot.coordinator.__main__ import NICENESS
+from kvpilot.event_wire import EventReceiver
 
 
 def main() -> None:
     config = parse_config(Path(sys.argv[1]).read_bytes())
     os.nice(NICENESS)
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        link.make_runtime_dir(config)
-        socket.bind(link.event_endpoint(config))
-        while True:
-            socket.recv(copy=False)
+    link.make_runtime_dir(config)
+    asyncio.run(_take(link.event_socket(config)))
+
+
+async def _take(path: Path) -> None:
+    await EventReceiver(path, lambda frame: None).start()
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from kvpilot.domain import Event, Space
 from kvpilot.ingest.directory import DirectoryPoller
 from kvpilot.ingest.residency import Residency
 from kvpilot.ingest.vllm_events import KvEventSubscriber
-from kvpilot.link import command_endpoint, event_endpoint, make_runtime_dir
+from kvpilot.link import command_endpoint, event_socket, make_runtime_dir
 from kvpilot.plan import PlanSettings
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Runtime:
             nudge=self.poller.nudge,
         )
         self.link = LinkServer(
-            event_endpoint(config), command_endpoint(config), self._on_event, self.service.command
+            event_socket(config), command_endpoint(config), self._on_event, self.service.command
         )
         self.seed = Seed(self.service, config.tenants, config.coordinator.token)
         reader = Reader(self.service)

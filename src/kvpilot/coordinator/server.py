@@ -12,27 +12,23 @@ import zmq
 import zmq.asyncio
 
 from kvpilot.domain import ActionRecord, Command, CommandBatch, CommandReply, Event
+from kvpilot.event_wire import EventReceiver
 from kvpilot.link import batch_decoder, event_decoder, event_encoder
 
 log = logging.getLogger(__name__)
 
-EVENT_BACKLOG = 1000
-"""Frames; one carries a whole request (200 KB for a long context). Gateways keep what does not fit, bounded too."""
-BURST = 64
-"""Events taken in before other tasks get a turn."""
-
 
 class LinkServer:
-    """Binds the two sockets. A malformed frame is counted and dropped; it never stops the loop."""
+    """Serves the two sockets. A malformed frame is counted and dropped; it never stops the loop."""
 
     def __init__(
         self,
-        event_endpoint: str,
+        event_socket: Path,
         command_endpoint: str,
         on_event: Callable[[Event], None],
         on_command: Callable[[Command], Awaitable[list[ActionRecord]]],
     ) -> None:
-        self._event_endpoint = event_endpoint
+        self._events = EventReceiver(event_socket, self._take_in)
         self._command_endpoint = command_endpoint
         self._on_event = on_event
         self._on_command = on_command
@@ -41,39 +37,23 @@ class LinkServer:
 
     async def run(self) -> None:
         """Serves until cancelled."""
-        events = self._bind(zmq.PULL, self._event_endpoint)
-        commands = self._bind(zmq.ROUTER, self._command_endpoint)
+        await self._events.start()
+        commands = self._bind_commands()
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._events(events))
-                group.create_task(self._commands(commands))
+            await self._commands(commands)
         finally:
-            events.close(linger=0)
+            self._events.stop()
             commands.close(linger=200)
             self._context.term()
 
-    def _bind(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-        path = Path(endpoint.removeprefix("ipc://"))
+    def _bind_commands(self) -> zmq.asyncio.Socket:
+        path = Path(self._command_endpoint.removeprefix("ipc://"))
         path.unlink(missing_ok=True)  # left by a process that was killed
-        socket = self._context.socket(kind)
-        socket.set_hwm(EVENT_BACKLOG)
-        socket.bind(endpoint)
+        socket = self._context.socket(zmq.ROUTER)
+        socket.bind(self._command_endpoint)
         return socket
 
-    async def _events(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frame = await socket.recv()
-            for _ in range(BURST):
-                self._take_in(frame)
-                try:
-                    frame = await socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-            else:
-                self._take_in(frame)
-            await asyncio.sleep(0)
-
-    def _take_in(self, frame: bytes) -> None:
+    def _take_in(self, frame: bytearray) -> None:
         try:
             event = event_decoder.decode(frame)
         except msgspec.DecodeError:

@@ -23,6 +23,8 @@ _IDLE_S = 4.0
 _MAX_IDLE = 256
 _BUFFER = 1024 * 1024
 """Bytes of a reply's body buffered before reading pauses."""
+_LONG = 64 * 1024
+"""Bytes of a piece that is not copied to travel with others."""
 
 
 class ConnectFailed(Exception):
@@ -172,7 +174,8 @@ class Connection(asyncio.Protocol):
             if self._paused:
                 parts.append(self._take())
             await self._wait()
-        parts.append(self._take())
+        while self._chunks:
+            parts.append(self._take())
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
@@ -193,9 +196,12 @@ class Connection(asyncio.Protocol):
             await self._writable
 
     def _take(self) -> bytes:
-        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self._buffered = 0
+        if len(self._chunks) > 1 and len(self._chunks[0]) > _LONG:
+            data = self._chunks.pop(0)
+        else:
+            data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+            self._chunks.clear()
+        self._buffered -= len(data)
         if self._paused and not self.closed:
             self._paused = False
             self._transport.resume_reading()

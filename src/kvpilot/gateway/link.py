@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import suppress
 from itertools import count
 
 import msgspec
@@ -14,13 +15,11 @@ import zmq.asyncio
 from kvpilot import link as wire
 from kvpilot.config import Config
 from kvpilot.domain import Command, CommandBatch, CommandReply, Event
+from kvpilot.event_wire import EventSender
 
 log = logging.getLogger(__name__)
 
-_IN_ZMQ = 64
-"""Messages handed to ZMQ at most; the rest waits here, where it is counted in bytes too."""
 _MAX_BYTES = 64 * 1024 * 1024
-_RETRY_S = 0.01
 _CONNECT_S = 0.4
 """How long a command waits for a coordinator that is just (re)starting."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 300
@@ -34,10 +33,10 @@ class GatewayLink:
         self._limit = config.gateway.event_queue
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._retry: asyncio.TimerHandle | None = None
+        self._sender = EventSender(self._flush)
         self._replies: dict[bytes, asyncio.Future[CommandReply]] = {}
         self._numbers = count(1)
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.sent = 0
         self.shed = 0
 
@@ -47,61 +46,55 @@ class GatewayLink:
 
     async def start(self) -> None:
         """Open the sockets. Must run in the loop that uses them."""
-        # Two contexts: one shared by a plain and an asyncio socket cannot be collected in any order.
-        self._event_context = zmq.Context()
-        self._events = self._event_context.socket(zmq.PUSH)
-        self._command_context = zmq.asyncio.Context()
-        self._commands = self._command_context.socket(zmq.DEALER)
-        for socket, endpoint, limit in (
-            (self._events, wire.event_endpoint(self._config), _IN_ZMQ),
-            (self._commands, wire.command_endpoint(self._config), 1000),
-        ):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, limit)
-            # Nothing is queued for a coordinator that is away: commands fail at once, events wait here.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-            socket.connect(endpoint)
-        self._reader = asyncio.create_task(self._read_replies())
+        self._context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.DEALER)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        # Nothing is queued for a coordinator that is away: commands fail at once, events wait here.
+        self._commands.setsockopt(zmq.IMMEDIATE, 1)
+        self._commands.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._commands.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._commands.connect(wire.command_endpoint(self._config))
+        self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._stay_connected())]
 
     async def stop(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
-            self._event_context.destroy(linger=0)
-            self._command_context.destroy(linger=0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            self._sender.close()
+            self._context.destroy(linger=0)
+        self._tasks = []
 
     def emit(self, event: Event) -> None:
         """Send an event, or keep it until the coordinator takes it, or shed and count it. Never waits."""
         frame = wire.event_encoder.encode(event)
-        if not self._waiting and self._send(frame):
-            return
-        if len(self._waiting) >= self._limit or self._waiting_bytes + len(frame) > _MAX_BYTES:
+        if self._sender.ready and not self._waiting:
+            self._send(frame)
+        elif len(self._waiting) >= self._limit or self._waiting_bytes + len(frame) > _MAX_BYTES:
             self.shed += 1
-            return
-        self._waiting.append(frame)
-        self._waiting_bytes += len(frame)
-        if self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._flush)
+        else:
+            self._waiting.append(frame)
+            self._waiting_bytes += len(frame)
 
     def _flush(self) -> None:
-        self._retry = None
-        while self._waiting and self._send(self._waiting[0]):
-            self._waiting_bytes -= len(self._waiting.popleft())
-        if self._waiting:
-            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._flush)
+        while self._waiting and self._sender.ready:
+            frame = self._waiting.popleft()
+            self._waiting_bytes -= len(frame)
+            self._send(frame)
 
-    def _send(self, frame: bytes) -> bool:
-        try:
-            self._events.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+    def _send(self, frame: bytes) -> None:
+        self._sender.send(frame)
         self.sent += 1
-        return True
+
+    async def _stay_connected(self) -> None:
+        path = str(wire.event_socket(self._config))
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._sender.connected:
+                with suppress(OSError):
+                    await loop.create_unix_connection(lambda: self._sender, path)
+                    self._flush()
+            await asyncio.sleep(_RECONNECT_MS / 1000)
 
     async def ask(self, commands: tuple[Command, ...], timeout_s: float) -> CommandReply | None:
         """The coordinator's answer to commands; None when it is away or does not answer in time."""

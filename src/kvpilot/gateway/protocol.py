@@ -41,3 +41,9 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         corked = CorkedTransport(cast("asyncio.Transport", transport))
         super().connection_made(cast("asyncio.Transport", corked))
+
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.body:
+            # Most bodies arrive as one: uvicorn would copy them into an array and out of it again.
+            self.cycle.body, body = cast("bytearray", body), b""
+        super().on_body(body)

@@ -160,25 +160,25 @@ def _read_slowly(text: bytes) -> ReadReply | None:
     if reply is None:
         return None
     fields = _FIELDS.decode(text)
-    _null_ids(fields)
+    changed = _null_ids(fields)
     choices = _CHOICES.decode(fields["choices"]) if reply.choices else []
-    for choice in choices:
-        _null_ids(choice)
-    if choices:
+    if any([_null_ids(choice) for choice in choices]):
+        changed = True
         fields["choices"] = msgspec.Raw(msgspec.json.encode(choices))
     first = next((choice for choice in reply.choices if choice.index == 0), Choice())
     return ReadReply(
         reply=reply,
-        without_ids=msgspec.json.encode(fields),
+        without_ids=msgspec.json.encode(fields) if changed else text,
         prompt_ids=next((bytes(value) for value in reply.prompt_ids() if _is_list(value)), b""),
         output_ids=bytes(first.token_ids) if _is_list(first.token_ids) else b"",
     )
 
 
-def _null_ids(fields: Fields) -> None:
-    for key in ("prompt_token_ids", "token_ids"):
-        if key in fields:
-            fields[key] = _NULL
+def _null_ids(fields: Fields) -> bool:
+    """Whether there were any."""
+    present = [key for key in ("prompt_token_ids", "token_ids") if bytes(fields.get(key, _NULL)) != b"null"]
+    fields.update(dict.fromkeys(present, _NULL))
+    return bool(present)
 
 
 def _is_list(value: msgspec.Raw) -> bool:

@@ -13,7 +13,6 @@ from kvpilot.gateway.reply import (
     Facts,
     ReadReply,
     Reply,
-    cut_prompt_ids,
     read_cut_reply,
     read_reply,
     text_message,
@@ -24,11 +23,17 @@ _END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 """A blank line. A carriage return at the very end of what has arrived may still become a CRLF: not yet one."""
 _DATA = re.compile(rb"(?:^|[\r\n])data:[ ]?([^\r\n]*)")
 _USUAL_HEAD = re.compile(rb'data: \{"id":"[^\[{]*"choices":\[\{"index":0,"delta":')
-_USUAL_MIDDLE = b'},"logprobs":null,"finish_reason":null,'
-_USUAL_IDS = b'"token_ids":['
-_USUAL_END = b"]}]}\n\n"
+_USUAL_MIDDLE = b',"logprobs":null,"finish_reason":null,"token_ids":'
+_USUAL_END = b"}]}\n\n"
 """A chunk as vLLM writes it in the middle of a chat: head, delta, middle, ids, end."""
-_USUAL_BYTES = 4096
+_USUAL_TAIL = re.compile(re.escape(b"}" + _USUAL_MIDDLE) + rb"\[\d[\d,]*\]" + re.escape(_USUAL_END))
+_USUAL_TAIL_WITHOUT_IDS = b"}%bnull%b" % (_USUAL_MIDDLE, _USUAL_END)
+_DONE = b"data: [DONE]\n\n"
+_PROMPT_IDS = b'"prompt_token_ids":['
+_NEWLINE = re.compile(rb"[\r\n]")
+_FINISHED = b'"finish_reason":"'
+_UNREAD = 64 * 1024
+"""Bytes of chunks that may have gone on without having been read for facts."""
 _EMPTY_DELTAS = (b"", b"{}")
 
 
@@ -50,8 +55,6 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are complete now."""
-        if not self._parts and len(data) < _USUAL_BYTES and data.endswith(b"\n\n") and b"\r" not in data:
-            return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
         if b"\n" not in data and b"\r" not in data and not (self._parts and self._parts[-1][-1:] in b"\r\n"):
             # In the middle of a long event (the prompt's ids come as one).
             self._parts.append(data)
@@ -66,6 +69,10 @@ class EventSplitter:
             start = end
         self._parts = [buffer[start:]] if start < len(buffer) else []
         return events
+
+    @property
+    def empty(self) -> bool:
+        return not self._parts
 
     def rest(self) -> bytes:
         """What is left of an event that was never closed."""
@@ -95,10 +102,55 @@ def data_spans(event: bytes) -> list[tuple[int, int]]:
     return [match.span(1) for match in _DATA.finditer(event)]
 
 
+class PromptIds:
+    """Cuts the prompt's ids out of a stream's first event while it arrives: they are nearly all of it.
+
+    ``over`` tells that there is nothing more to be cut.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.over = not wanted
+        self.ids = b""
+        """The JSON list that was cut out, until it is taken."""
+        self._parts: list[bytes] = []
+        self._at = 0
+
+    def cut(self, data: bytes) -> bytes:
+        """``data`` with null in the place of the ids."""
+        start = 0
+        if not self._parts:
+            key = data.find(_PROMPT_IDS)
+            self.over = key < 0 or not data.startswith(b"data: {") or bool(_NEWLINE.search(data, 0, key))
+            if self.over:
+                return data
+            start = self._at = key + len(_PROMPT_IDS) - 1
+        end = data.find(b"]", start) + 1
+        self._parts.append(data[start : end or len(data)])
+        if not end:
+            return data[:start]
+        self.over = True
+        self.ids = self.rest()
+        return b"".join((data[:start], b"null", data[end:]))
+
+    def take(self) -> bytes:
+        ids, self.ids = self.ids, b""
+        return ids
+
+    def put_back(self, event: bytes, ids: bytes) -> bytes:
+        """The first event as it was."""
+        return b"".join((event[: self._at], ids, event[self._at + len(b"null") :]))
+
+    def rest(self) -> bytes:
+        """What was cut out of an event that has not come to its end."""
+        rest = b"".join(self._parts)
+        self._parts = []
+        return rest
+
+
 class StreamReader:
     """One streamed reply. ``feed`` takes bytes as they arrive, cut anywhere, and returns what goes on.
 
-    Facts accumulate in ``facts``; the reply's message is put together by :meth:`message`.
+    Facts accumulate in ``facts``, all of them once :meth:`message` was asked for the reply's message.
     """
 
     def __init__(self, added: frozenset[str]) -> None:
@@ -107,29 +159,38 @@ class StreamReader:
         """Whether a chunk with output (text or token ids) has been seen."""
         self._hide_ids = TOKEN_IDS in added
         self._hide_usage = USAGE in added
+        self._prompt = PromptIds(wanted=self._hide_ids)
         self._splitter = EventSplitter()
         self._held = b""
         self._held_span = (0, 0)
         self._head = b""
         """How the chunks of this reply begin, up to their delta."""
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._deltas: list[bytes] = []
         self._texts: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
         out: list[bytes] = []
-        for event in self._splitter.feed(data):
-            self._event(event, out)
+        if not self._prompt.over:
+            data = self._prompt.cut(data)
+        if self._splitter.empty and data.endswith(b"\n\n") and b"\r" not in data:
+            self._whole_events(data, out)
+        else:
+            for event in self._splitter.feed(data):
+                self._event(event, out)
         return out[0] if len(out) == 1 else b"".join(out)
 
     def close(self) -> bytes:
         """What is left when the engine has closed the stream."""
         out: list[bytes] = []
-        if rest := self._splitter.rest():
+        if rest := self._splitter.rest() + self._prompt.rest():
             self._event(rest, out)
         return b"".join((*out, self._release()))
 
     def message(self) -> bytes:
         """The first choice's message as JSON (content, reasoning, tool calls joined from their deltas)."""
+        self._read_chunks()
         if self._texts:
             text = "".join(msgspec.json.decode(piece, type=str) for piece in self._texts)
             return text_message(msgspec.json.encode(text))
@@ -141,9 +202,22 @@ class StreamReader:
             return msgspec.json.encode(join_deltas(self._deltas))
         return text_message(msgspec.json.encode("".join(delta.content for delta in plain)))
 
+    def _whole_events(self, data: bytes, out: list[bytes]) -> None:
+        """The usual chunks between the first event and the end go on together."""
+        start = 0
+        if not self._head:
+            start = data.find(b"\n\n") + 2
+            self._event(data[:start], out)
+        finished = data.find(_FINISHED, start)
+        end = len(data) if finished < 0 else max(start, data.rfind(b"\n", 0, finished) + 1)
+        if not self._usual_chunks(data[start:end], out):
+            end = start
+        for event in data[end:].split(b"\n\n")[:-1]:
+            self._event(event + b"\n\n", out)
+
     def _event(self, event: bytes, out: list[bytes]) -> None:
         """Read one event and add to ``out`` what goes on now."""
-        if self._usual_event(event, out):
+        if self._usual_chunks(event, out):
             return
         event, spans, read = self._read(event)
         if read is None:
@@ -151,6 +225,7 @@ class StreamReader:
             out += (self._release(), event) if spans else (event,)
             return
         reply = read.reply
+        self._read_chunks()
         self.facts.take(read)
         for choice in reply.choices:
             self._take(choice, read.output_ids)
@@ -163,7 +238,7 @@ class StreamReader:
         if self._hide_ids:
             if self._exists_for_ids_only(reply):
                 return
-            if read.prompt_ids or read.output_ids:
+            if read.without_ids != event[start:end]:
                 event = b"".join((event[:start], read.without_ids, event[end:]))
                 end = start + len(read.without_ids)
         if self._hide_usage and any(choice.finish_reason for choice in reply.choices):
@@ -173,48 +248,62 @@ class StreamReader:
         out.append(event)
 
     def _read(self, event: bytes) -> tuple[bytes, list[tuple[int, int]], ReadReply | None]:
-        """An event, where its data is, and what that says. A long one is long by the prompt's ids: it comes back
-        without them, where nobody asked for them."""
-        if self._hide_ids and len(event) > _USUAL_BYTES:
-            short, prompts = cut_prompt_ids(event)
-            spans = data_spans(short)
-            read = read_cut_reply(short[slice(*spans[0])], prompts) if len(spans) == 1 else None
-            if read is not None:
-                return short, spans, read
+        """An event, where its data is, and what that says."""
         spans = data_spans(event)
-        return event, spans, read_reply(event[slice(*spans[0])]) if len(spans) == 1 else None
+        if self._prompt.ids:
+            # It is the first event, and lacks them.
+            ids = self._prompt.take()
+            read = read_cut_reply(event[slice(*spans[0])], [ids]) if len(spans) == 1 else None
+            if read is not None:
+                return event, spans, read
+            event = self._prompt.put_back(event, ids)
+            spans = data_spans(event)
+        if len(spans) != 1 or event.endswith(_DONE):
+            return event, spans, None
+        return event, spans, read_reply(event[slice(*spans[0])])
 
-    def _usual_event(self, event: bytes, out: list[bytes]) -> bool:
-        """The same for most events of most streams, without decoding them; False when it is not one of those."""
-        if len(event) > _USUAL_BYTES or not event.endswith(_USUAL_END):
-            return False
-        if not self._head or not event.startswith(self._head):
+    def _usual_chunks(self, data: bytes, out: list[bytes]) -> bool:
+        """The same for a run of events as most streams have most of, without decoding them; False when one of
+        them is not of that kind."""
+        if not self._head or not data.startswith(self._head):
             # The head names the reply: it is the same in all of its chunks.
-            match = _USUAL_HEAD.match(event)
+            match = _USUAL_HEAD.match(data)
             if match is None:
                 return False
+            self._read_chunks()
             self._head = match[0]
-        start = len(self._head)
-        # A quote inside a JSON text is escaped: found first right behind the middle, this is the choice's own key.
-        key = event.find(_USUAL_IDS, start)
-        ids = key + len(_USUAL_IDS) - 1
-        end = len(event) - len(_USUAL_END) + 1
-        delta_end = key - len(_USUAL_MIDDLE) + 1
+        count = data.count(b"\n\n")
+        # A quote inside a JSON text is escaped: what is counted here are keys.
         if (
-            key < 0
-            or not event.startswith(_USUAL_MIDDLE, delta_end - 1)
-            or not event.startswith(b'{"', start)
-            or event.find(b"]", ids) != end - 1
-            or end - ids == len(b"[]")
+            data.count(b"\n\n" + self._head) != count - 1
+            or data.count(b'"delta":') != count
+            or data.count(b'"token_ids":') != count
+            or b'"delta":{}' in data
         ):
             return False
-        self._deltas.append(event[start:delta_end])
-        self.facts.output_ids.append(event[ids:end])
+        without_ids, tails = _USUAL_TAIL.subn(_USUAL_TAIL_WITHOUT_IDS, data)
+        if tails != count:
+            return False
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > _UNREAD:
+            self._read_chunks()
         self.has_output = True
         if self._held:
             out.append(self._release())
-        out.append(event[:ids] + b"null" + event[end:] if self._hide_ids else event)
+        out.append(without_ids if self._hide_ids else data)
         return True
+
+    def _read_chunks(self) -> None:
+        """Take the facts from usual chunks that have gone on."""
+        if not self._unread:
+            return
+        for chunk in b"".join(self._unread).replace(self._head, b"").split(_USUAL_END)[:-1]:
+            delta, _, ids = chunk.partition(_USUAL_MIDDLE)
+            self._deltas.append(delta)
+            self.facts.output_ids.append(ids)
+        self._unread.clear()
+        self._unread_bytes = 0
 
     def _take(self, choice: Choice, ids: bytes) -> None:
         if choice.index != 0:

@@ -1,0 +1,115 @@
+"""Events on a Unix stream socket: the end that sends them and the end that takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from socket import SO_SNDBUF, SOL_SOCKET
+from typing import cast
+
+_LENGTH = struct.Struct(">I")
+_SEND_BUFFER = 1024 * 1024
+"""Bytes asked of the kernel, so that a whole long request fits; it may give less."""
+MAX_FRAME = 1024 * 1024 * 1024
+"""Bytes. More is no frame: the stream is out of step, and its connection is closed."""
+
+
+class EventSender(asyncio.Protocol):
+    """One connection to the coordinator. ``on_change`` is called when it can take frames again, and when it is lost."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._transport: asyncio.Transport | None = None
+        self.ready = False
+        """Whether :meth:`send` may be called now."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        # A frame is handed over when the one before has left the process: what waits, waits where it is counted.
+        self._transport.set_write_buffer_limits(high=0)
+        transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, _SEND_BUFFER)
+        self.ready = True
+
+    def pause_writing(self) -> None:
+        self.ready = False
+
+    def resume_writing(self) -> None:
+        self.ready = True
+        self._on_change()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ready = False
+        self._transport = None
+        self._on_change()
+
+    @property
+    def connected(self) -> bool:
+        return self._transport is not None
+
+    def send(self, frame: bytes) -> None:
+        assert self._transport is not None
+        self._transport.writelines((_LENGTH.pack(len(frame)), frame))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class EventReceiver:
+    """Listens at ``path`` and calls ``take`` with each frame of each sender."""
+
+    def __init__(self, path: Path, take: Callable[[bytearray], None]) -> None:
+        self._path = path
+        self._take = take
+        self._senders: set[asyncio.Transport] = set()
+
+    async def start(self) -> None:
+        # A socket file left by a process that was killed is replaced.
+        self._path.unlink(missing_ok=True)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _FrameReader(self._take, self._senders), str(self._path)
+        )
+
+    def stop(self) -> None:
+        self._server.close()
+        for sender in list(self._senders):
+            sender.abort()
+
+
+class _FrameReader(asyncio.BufferedProtocol):
+    """Has the kernel write each frame to where it is read."""
+
+    def __init__(self, take: Callable[[bytearray], None], senders: set[asyncio.Transport]) -> None:
+        self._take = take
+        self._senders = senders
+        self._frame = bytearray(_LENGTH.size)
+        self._is_length = True
+        self._filled = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._senders.add(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._senders.discard(self._transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._frame)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled < len(self._frame):
+            return
+        self._filled = 0
+        if self._is_length:
+            (length,) = _LENGTH.unpack(self._frame)
+            if not 0 < length <= MAX_FRAME:
+                self._transport.abort()
+                return
+            self._frame, self._is_length = bytearray(length), False
+        else:
+            frame, self._frame, self._is_length = self._frame, bytearray(_LENGTH.size), True
+            self._take(frame)

@@ -1,0 +1,78 @@
+"""Frames between gateway and coordinator arrive whole and in order, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvpilot.event_wire import EventReceiver, EventSender
+
+SIZES = [1, 5, 70_000, 3, 400_000, 1, 20_000_000, 2]
+
+
+async def connect(path: Path, sender: EventSender) -> None:
+    await asyncio.get_running_loop().create_unix_connection(lambda: sender, str(path))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
+    frames = [bytes([number]) * size for number, size in enumerate(SIZES)]
+    waiting = list(frames)
+    taken: list[bytearray] = []
+    receiver = EventReceiver(tmp_path / "events", taken.append)
+    await receiver.start()
+
+    def flush() -> None:
+        while waiting and sender.ready:
+            sender.send(waiting.pop(0))
+
+    sender = EventSender(flush)
+    await connect(tmp_path / "events", sender)
+    flush()
+    assert waiting, "what the other end has not taken must wait where it is counted"
+    await until(lambda: len(taken) == len(frames))
+    assert taken == frames
+    receiver.stop()
+    await until(lambda: not sender.connected)
+
+
+async def test_what_is_no_frame_ends_its_own_connection_only(tmp_path: Path) -> None:
+    taken: list[bytearray] = []
+    receiver = EventReceiver(tmp_path / "events", taken.append)
+    await receiver.start()
+    sender = EventSender(lambda: None)
+    await connect(tmp_path / "events", sender)
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "events"))
+    writer.write(b"\xff" * 100)
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    sender.send(b"hello")
+    await until(lambda: taken == [b"hello"])
+    writer.close()
+    sender.close()
+    receiver.stop()
+    await until(lambda: not sender.connected)
+
+
+async def test_a_receiver_takes_the_place_of_one_that_was_killed(tmp_path: Path) -> None:
+    dead = EventReceiver(tmp_path / "events", lambda frame: None)
+    await dead.start()
+    dead.stop()
+    taken: list[bytearray] = []
+    receiver = EventReceiver(tmp_path / "events", taken.append)
+    await receiver.start()
+    sender = EventSender(lambda: None)
+    await connect(tmp_path / "events", sender)
+    sender.send(b"hello")
+    await until(lambda: taken == [b"hello"])
+    sender.close()
+    receiver.stop()
