@@ -162,7 +162,8 @@ def _read_slowly(text: bytes) -> ReadReply | None:
     fields = _FIELDS.decode(text)
     changed = _null_ids(fields)
     choices = _CHOICES.decode(fields["choices"]) if reply.choices else []
-    if any([_null_ids(choice) for choice in choices]):
+    found = [_null_ids(choice) for choice in choices]
+    if any(found):
         changed = True
         fields["choices"] = msgspec.Raw(msgspec.json.encode(choices))
     first = next((choice for choice in reply.choices if choice.index == 0), Choice())
