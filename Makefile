@@ -2,6 +2,7 @@
 #
 #   .venv         kvpilot with its development tools
 #   .venv-engine  the pinned engines (vLLM on CPU, LMCache), 2.3 GB, from engine/requirements-engine.lock
+#   .venv-clients the published clients the tests drive, 0.6 GB, from tests/clients/requirements-clients.lock
 #
 # PYTHON            interpreter for both (default: python3.11, else python3)
 # TORCH_INDEX       index tried for the CPU build of PyTorch where pip's own configuration has none
@@ -16,6 +17,7 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := engine/requirements-engine.lock
+CLIENTS_LOCK := tests/clients/requirements-clients.lock
 
 .PHONY: help setup demo test lint bench-tiers bench-gateway clean
 
@@ -28,8 +30,8 @@ setup: .venv/.done .venv-engine/.done ## Make both environments (about a minute 
 demo: setup ## Three coding agents on a real engine, with and without kvpilot: 10 minutes, out/demo.json
 	@.venv/bin/kvpilot demo
 
-test: setup ## All tests, on the real vLLM and LMCache too
-	@KVPILOT_REQUIRE_ENGINE=1 .venv/bin/python -m pytest
+test: setup .venv-clients/.done ## All tests, on the real vLLM and LMCache and with the real clients
+	@KVPILOT_REQUIRE_ENGINE=1 KVPILOT_REQUIRE_CLIENTS=1 .venv/bin/python -m pytest
 
 lint: .venv/.done ## Style and types
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
@@ -42,7 +44,7 @@ bench-gateway: setup ## What the gateway adds, beside vllm-router and LiteLLM (o
 
 clean: ## Remove environments, models, state and results
 	@[ ! -x .venv/bin/kvpilot ] || .venv/bin/kvpilot down
-	rm -rf .venv .venv-engine .models .kvpilot out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-clients .models .kvpilot out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # uv installs several times faster than pip; it lives in kvpilot's environment and nowhere else.
 .venv/.uv:
@@ -68,4 +70,10 @@ clean: ## Remove environments, models, state and results
 	( "$${pip[@]}" "$$torch" 2>/dev/null || "$${pip[@]}" "$$torch" --index-url $(TORCH_INDEX) ) &
 	grep -v '^torch==' $(LOCK) | .venv/bin/uv pip install -q --python .venv-engine/bin/python --no-deps -r -
 	wait $$!
+	touch $@
+
+.venv-clients/.done: $(CLIENTS_LOCK) .venv/.uv
+	@echo "setup: the published clients the tests drive → .venv-clients (0.6 GB)"
+	.venv/bin/uv venv -q --clear --python $(PYTHON) .venv-clients
+	.venv/bin/uv pip install -q --python .venv-clients/bin/python --no-deps -r $(CLIENTS_LOCK)
 	touch $@

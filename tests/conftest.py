@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from kvpilot.config import Config, load_config
 from kvpilot.stack import StackError
 from kvpilot.stack.engine_env import find_engine_python
 from kvpilot.stack.launch import Endpoints, launch, with_free_ports
+from kvpilot.stack.models import ensure_model
 
 PROJECT = Path(__file__).resolve().parent.parent
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 ENGINE_TEST_TIMEOUT_S = 420
 """A test that is the first to ask for the stack waits for vLLM to start, minutes on a busy machine."""
 
@@ -28,17 +31,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Small bounded tiers and free ports; skips without vLLM (``make test`` sets them up and demands them)."""
     config = with_free_ports(load_config(environ={})).with_overrides(
-        engine={"model": "m16k", "max_model_len": 8192, "dev": True},
+        engine={"max_model_len": 8192, "dev": True},
         lmcache={"host_gb": 0.5, "disk_gb": 1.0},
         state={"dir": str(tmp_path_factory.mktemp("stack"))},
     )
     try:
-        find_engine_python(config)
+        python = find_engine_python(config)
     except StackError as error:
         if os.environ.get("KVPILOT_REQUIRE_ENGINE"):
             raise
         pytest.skip(str(error))
-    return config
+    model = with_tools(Path(ensure_model("m16k", python)), tmp_path_factory.mktemp("model"))
+    return config.with_overrides(engine={"model": str(model)})
+
+
+def with_tools(model: Path, folder: Path) -> Path:
+    """The model under a template that writes tools and calls into the context, as agents' models have it."""
+    made = folder / model.name
+    made.mkdir()
+    for file in model.iterdir():
+        (made / file.name).symlink_to(file)
+    (made / TEMPLATE.name).unlink(missing_ok=True)
+    shutil.copy(TEMPLATE, made)
+    return made
 
 
 @pytest.fixture(scope="session")
