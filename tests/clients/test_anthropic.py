@@ -9,7 +9,7 @@ import pytest
 from kvpilot.stack.launch import Endpoints
 from tests.clients.conftest import Client
 from tests.clients.tools import SCHEMA, called
-from tests.e2e.peers import Message, words
+from tests.e2e.peers import Message, directory, eventually, session_chunks, words
 
 pytestmark = pytest.mark.engine
 SCRIPT = "with_anthropic.py"
@@ -31,13 +31,16 @@ def text(facts: Message) -> str:
     return "".join(block.get("text", "") for block in facts["content"])
 
 
-def test_plain_and_streamed_replies_are_the_same(client: Client, tag: str) -> None:
+def test_plain_and_streamed_replies_are_the_same(client: Client, stack: Endpoints, tag: str) -> None:
     given = {"system": words(f"{tag}sys", 20), "messages": asked(tag), "max_tokens": 8}
     plain = client.ask("plain", session=f"p-{tag}", **given)
     streamed = client.ask("stream", session=f"s-{tag}", **given)
     assert text(plain) == text(streamed) != ""
     assert plain["stop"] == streamed["stop"] == "max_tokens"
     assert plain["usage"]["output_tokens"] == streamed["usage"]["output_tokens"] == 8
+    chunks = session_chunks(stack, f"p-{tag}")
+    assert chunks == session_chunks(stack, f"s-{tag}") and len(chunks) >= 2
+    eventually(lambda: all(tiers == {"l1", "l2"} for tiers in directory(stack, chunks)))
     assert {"message_start", "text", "content_block_stop", "message_stop"} <= set(streamed["kinds"])
 
 
@@ -61,5 +64,5 @@ def test_tokens_are_counted(client: Client, tag: str) -> None:
     assert client.ask("count", messages=asked(tag)) > 9 * 60
 
 
-def test_an_error_of_the_engine_is_the_packages_own(client: Client, stack: Endpoints) -> None:
+def test_an_error_of_the_engine_is_the_packages_own(client: Client) -> None:
     assert client.ask("refused") == "NotFoundError"

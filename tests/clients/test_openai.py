@@ -53,9 +53,12 @@ def test_a_tool_call_and_its_result(client: Client, stack: Endpoints, tag: str, 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_responses(client: Client, tag: str, streamed: bool) -> None:
-    answer = client.ask("responses", session=f"r-{tag}", text=words(tag, 20), streamed=streamed)
-    assert answer["text"] and answer["input_tokens"] > 180
+def test_responses(client: Client, stack: Endpoints, tag: str, streamed: bool) -> None:
+    answer = client.ask("responses", session=f"r-{tag}", text=words(tag, 60), streamed=streamed)
+    assert answer["text"] and answer["input_tokens"] > 9 * 60
+    chunks = session_chunks(stack, f"r-{tag}")
+    assert len(chunks) >= 2
+    eventually(lambda: all(tiers == {"l1", "l2"} for tiers in directory(stack, chunks)))
 
 
 def test_an_error_of_the_engine_is_the_packages_own(client: Client) -> None:
