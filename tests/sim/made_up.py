@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvpilot.sim.one_tier import Scenario
+from kvpilot.sim.one_tier import Pin, Scenario
 from kvpilot.traces import Overlay, Placed, TraceAgent, TraceCall, TraceMessage, TraceSession
 
 CHUNK = 4
@@ -57,4 +57,4 @@ def overlays(draw: st.DrawFn) -> Overlay:
 
 
 def scenarios() -> st.SearchStrategy[Scenario]:
-    return overlays().map(Scenario)
+    return st.builds(Scenario, overlays(), st.sampled_from(list(Pin)))

@@ -34,6 +34,14 @@ def compare(
             min=0.0, help="Seconds in which sessions start.", show_default="so that about 20 are live"
         ),
     ] = None,
+    pin: Annotated[
+        str,
+        typer.Option(
+            help="How long what a request uses is safe from eviction: call (to its end: an engine's memory), "
+            "lookup (a tier below the engine, which loads a copy).",
+            show_default="call",
+        ),
+    ] = "",
     bytes_per_token: Annotated[int, typer.Option(min=1, help="Size of a token's KV.")] = 131_072,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows here.", show_default=False)
@@ -46,6 +54,7 @@ def compare(
     from kvpilot.replay.run import write_json
     from kvpilot.sim.compare import Options, numbers, print_table
     from kvpilot.sim.compare import compare as run
+    from kvpilot.sim.one_tier import DEFAULT_PIN, Pin
     from kvpilot.sim.policies import choose
     from kvpilot.traces import TraceError, find_traces
 
@@ -58,6 +67,8 @@ def compare(
             levels = ()
         if not levels:
             raise ValueError(f"--hints {hints}: give none, lifecycle or both with a comma")
+        if pin not in ("", *Pin):
+            raise ValueError(f"--pin {pin}: give {' or '.join(Pin)}")
         options = Options(
             policies=choose(policies),
             pressures=numbers(pressure, "--pressure"),
@@ -66,6 +77,7 @@ def compare(
             seed=seed,
             window_s=window,
             bytes_per_token=bytes_per_token,
+            pin=Pin(pin) if pin else DEFAULT_PIN,
         )
         paths = [path for name in traces for path in find_traces(name)]
         document = run(paths, options, lambda line: print(line, file=sys.stderr, flush=True))

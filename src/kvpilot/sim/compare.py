@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpilot.replay.plan import Hints
-from kvpilot.sim.one_tier import Scenario
+from kvpilot.sim.one_tier import DEFAULT_PIN, Pin, Scenario
 from kvpilot.sim.outcome import Outcome
 from kvpilot.sim.policies import BELADY, LRU, POLICIES
 from kvpilot.sim.working_set import capacity_for
@@ -39,6 +39,7 @@ class Options(msgspec.Struct, frozen=True):
     seed: int = 1
     window_s: float | None = None
     bytes_per_token: int = 131_072
+    pin: Pin = DEFAULT_PIN
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -87,13 +88,14 @@ def compare(paths: Sequence[Path], options: Options, tell: Callable[[str], None]
         "sources": sources,
         "skipped": skipped,
         "seed": options.seed,
+        "pin": options.pin.value,
         "medians": _medians(rows),
     }
 
 
 def _scenario(sessions: list[TraceSession], options: Options) -> Scenario:
     count = len(sessions) if options.sessions is None else min(options.sessions, len(sessions))
-    return Scenario(overlay(sessions, count, options.seed, options.window_s))
+    return Scenario(overlay(sessions, count, options.seed, options.window_s), options.pin)
 
 
 def _facts(source: str, scenario: Scenario) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from kvpilot.sim.flat_policies import (
     WRITTEN,
     State,
     flat_access,
-    flat_end,
+    flat_reply,
     flat_request,
+    flat_unpin,
 )
 from kvpilot.sim.outcome import Level, Outcome
 from kvpilot.sim.workload import Ints, Workload
@@ -76,16 +77,25 @@ class FlatCache:
         return bool(flat_access(self._policy, self._state, chunk))
 
     def request(self, firsts: Ints, sizes: Ints) -> int:
-        """A prompt of runs of chunks begins; how many leading ones hit."""
+        """A prompt of runs of chunks begins, and is pinned; how many leading chunks hit."""
         return int(flat_request(self._policy, self._state, firsts, sizes))
 
-    def end(self, firsts: Ints, sizes: Ints, prompt_runs: int) -> None:
-        """A request ended: the first ``prompt_runs`` runs were its prompt, the others its reply's."""
-        flat_end(self._policy, self._state, firsts, sizes, prompt_runs)
+    def reply(self, firsts: Ints, sizes: Ints, prompt_runs: int) -> None:
+        """A request ended whose prompt are the first ``prompt_runs`` runs; if that is all here the rest follows."""
+        flat_reply(self._policy, self._state, firsts, sizes, prompt_runs)
+
+    def unpin(self, firsts: Ints, sizes: Ints) -> None:
+        """The prompt is in use no more."""
+        flat_unpin(self._state, firsts, sizes)
 
 
-def run_flat(workload: Workload, events: list[Event], policy: Flat, capacity: int) -> Outcome:
-    """The policy in a tier of ``capacity`` chunks. O(chunks of the prompt) per event."""
+def run_flat(
+    workload: Workload, events: list[Event], policy: Flat, capacity: int, pin_calls: bool = True
+) -> Outcome:
+    """The policy in a tier of ``capacity`` chunks. O(chunks of the prompt) per event.
+
+    ``pin_calls``: a prompt is pinned until its reply ended, not only while it is admitted.
+    """
     cache = FlatCache(policy, workload.distinct_chunks, capacity, 2 * workload.calls)
     first = np.concatenate(([0], np.cumsum(workload.size, dtype=np.int32)[:-1])).astype(np.int32)
     hits = np.zeros(workload.calls, dtype=np.int32)
@@ -93,12 +103,15 @@ def run_flat(workload: Workload, events: list[Event], policy: Flat, capacity: in
     paths = _Paths(workload)
     level = Level()
     for now, kind, call in events:
-        prompt = paths.of(prompt_tip[call])
+        path = paths.of(prompt_tip[call])
+        prompt = first[path], workload.size[path]
         if kind is EventKind.REQUEST:
-            hits[call] = cache.request(first[prompt], workload.size[prompt])
+            hits[call] = cache.request(*prompt)
         else:
             whole = paths.of(context_tip[call])
-            cache.end(first[whole], workload.size[whole], len(prompt))
+            cache.reply(first[whole], workload.size[whole], len(path))
+        if pin_calls == (kind is EventKind.END):
+            cache.unpin(*prompt)
         level.set(cache.used, now)
     return Outcome(hits, level.mean, level.peak, cache.written)
 

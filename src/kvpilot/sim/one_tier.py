@@ -2,12 +2,14 @@
 
 At a request what is resident of its prompt hits; the rest is computed and admitted as far as it fits; at the end the
 reply's chunks follow. What does not fit streams through. A hit is a leading run of chunks: without its head a prefix
-is worth nothing.
+is worth nothing. Over the optimum (:mod:`kvpilot.sim.belady`) no pin holds its hand, so under ``Pin.CALL`` even perfect
+forecasts do not reach it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -25,11 +27,24 @@ from kvpilot.sim.workload import Ints, Workload, compile_workload
 from kvpilot.traces import Overlay
 
 
+class Pin(StrEnum):
+    """How long what a request references is safe from eviction."""
+
+    CALL = "call"
+    """To the end of its reply: memory of an engine, which reads it all the time."""
+    LOOKUP = "lookup"
+    """While it is looked up and admitted: a tier below the engine, which loads a copy."""
+
+
+DEFAULT_PIN = Pin.CALL
+
+
 class Scenario:
     """A workload with what many runs over it share, each made when first needed."""
 
-    def __init__(self, laid: Overlay) -> None:
+    def __init__(self, laid: Overlay, pin: Pin = DEFAULT_PIN) -> None:
         self.laid = laid
+        self.pin = pin
         self.workload: Workload = compile_workload(laid)
         self._views: dict[Hints, View] = {}
         self._events: dict[Hints, list[Event]] = {}
@@ -87,7 +102,7 @@ def run_contexts(
 ) -> Outcome:
     """A policy over contexts in a tier of ``capacity`` chunks. ``observe`` sees the cache after each event."""
     workload, view = scenario.workload, scenario.view(hints)
-    cache = TreeCache(workload, capacity)
+    cache = TreeCache(workload, capacity, pin_calls=scenario.pin is Pin.CALL)
     policy = make(Run(cache, view, workload.chunk_tokens))
     tables = _Tables(workload, view)
     hits = np.zeros(workload.calls, dtype=np.int32)
@@ -96,6 +111,7 @@ def run_contexts(
     level = Level()
     for event in scenario.events(hints):
         now, kind, index = event
+        policy.before(now)
         if kind is EventKind.REQUEST:
             request = tables.request(index, now, cache)
             running[index] = request

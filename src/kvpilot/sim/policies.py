@@ -6,11 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpilot.replay.plan import Hints
+from kvpilot.sim.baselines import (
+    Continuum,
+    Evoke,
+    LeafLru,
+    Marconi,
+    MarconiOffload,
+    NextCall,
+    References,
+    StepsToExecution,
+    TailLru,
+    Ttl,
+)
 from kvpilot.sim.belady import belady
 from kvpilot.sim.flat import Flat, run_flat
-from kvpilot.sim.one_tier import Scenario, run_contexts
+from kvpilot.sim.one_tier import Pin, Scenario, run_contexts
 from kvpilot.sim.outcome import Outcome
-from kvpilot.sim.policy import ContextPolicy, LeafLru, References, Run
+from kvpilot.sim.policy import ContextPolicy
 
 LRU, BELADY = "lru", "belady"
 """What every comparison has: the ends of the gap."""
@@ -24,12 +36,23 @@ class Entry:
     uses_hints: bool = False
 
 
-def _contexts(make: Callable[[Run], ContextPolicy], uses_hints: bool = True) -> Entry:
-    return Entry(lambda scenario, capacity, hints: run_contexts(scenario, make, capacity, hints), uses_hints)
+def _contexts(make: type[ContextPolicy], *options: float) -> Entry:
+    def run(scenario: Scenario, capacity: int, hints: Hints) -> Outcome:
+        return run_contexts(scenario, lambda run: make(run, *options), capacity, hints)
+
+    return Entry(run, make.uses_hints)
+
+
+def _next_call(scenario: Scenario, capacity: int, hints: Hints) -> Outcome:
+    begin = scenario.workload.begin
+    return run_contexts(scenario, lambda run: NextCall(run, begin), capacity, hints)
 
 
 def _flat(policy: Flat) -> Entry:
-    return Entry(lambda scenario, capacity, _: run_flat(scenario.workload, scenario.calls, policy, capacity))
+    def run(scenario: Scenario, capacity: int, hints: Hints) -> Outcome:
+        return run_flat(scenario.workload, scenario.calls, policy, capacity, scenario.pin is Pin.CALL)
+
+    return Entry(run)
 
 
 def _belady(scenario: Scenario, capacity: int, hints: Hints) -> Outcome:
@@ -38,8 +61,20 @@ def _belady(scenario: Scenario, capacity: int, hints: Hints) -> Outcome:
 
 POLICIES: dict[str, Entry] = {
     LRU: _flat(Flat.LRU),
-    "lru-leaf": _contexts(LeafLru, uses_hints=False),
+    "lfu": _flat(Flat.LFU),
+    "arc": _flat(Flat.ARC),
+    "s3-fifo": _flat(Flat.S3FIFO),
+    "ttl-5m": _contexts(Ttl, 300.0),
+    "ttl-1h": _contexts(Ttl, 3600.0),
+    "lru-leaf": _contexts(LeafLru),
+    "t-lru": _contexts(TailLru),
+    "evoke": _contexts(Evoke),
+    "marconi": _contexts(Marconi),
+    "marconi-offload": _contexts(MarconiOffload),
+    "continuum": _contexts(Continuum),
     "references": _contexts(References),
+    "kvflow": _contexts(StepsToExecution),
+    "next-call": Entry(_next_call, uses_hints=True),
     BELADY: Entry(_belady),
 }
 """In the order of tables."""

@@ -12,7 +12,8 @@ too. So a policy keeps what it knows by conversation and answers with arrays::
         def scores(self, leaves, now):
             return self.by_holder(leaves, -self.due, nobody=-1e18)
 
-Register it in :mod:`kvpilot.sim.policies`. Rules the harness keeps for every policy: capacity is never exceeded,
+Others' policies are examples in :mod:`kvpilot.sim.baselines`, :class:`~kvpilot.sim.baselines.References` a simple one.
+Register a policy in :mod:`kvpilot.sim.policies`. Rules the harness keeps for every policy: capacity is never exceeded,
 nothing that a running request uses is evicted, no chunk stays without its predecessor, and what does not fit is
 not admitted.
 """
@@ -23,8 +24,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.view import Reply, Request, SeenSignal, View
 from kvpilot.sim.workload import Floats, Ints
@@ -32,7 +31,7 @@ from kvpilot.sim.workload import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a policy is given at its beginning. It reads ``cache``; only ``release`` is its to call."""
+    """What a policy is given at its beginning. It reads ``cache``; ``release`` and ``expire`` are its to call."""
 
     cache: TreeCache
     view: View
@@ -49,6 +48,9 @@ class ContextPolicy:
         self.cache = run.cache
         self.view = run.view
         self.chunk_tokens = run.chunk_tokens
+
+    def before(self, now: float) -> None:
+        """Something is about to happen: a chance to let go of what is over."""
 
     def on_request(self, request: Request) -> None:
         """A request arrives; its missing chunks are admitted after this."""
@@ -77,19 +79,3 @@ class ContextPolicy:
             if here is not None:
                 out[index] = max(values[context] for context in here)
         return out
-
-
-class LeafLru(ContextPolicy):
-    """Least recently used leaf first."""
-
-    uses_hints = False
-
-
-class References(ContextPolicy):
-    """What no live context holds goes first, else the least recently used: supersession and ends, no forecast."""
-
-    def scores(self, leaves: Ints, now: float) -> Floats:
-        used = self.cache.last_used[leaves]
-        holders = self.cache.holders
-        held = np.fromiter((leaf in holders for leaf in leaves.tolist()), dtype=bool, count=len(leaves))
-        return np.asarray(np.where(held, used, used - 1e12))

@@ -1,9 +1,9 @@
 """One tier that holds the heads of contexts: of each path in the tree some leading chunks, never a hole.
 
 What is resident is itself a tree; room is made at its leaves, from their tails. A running request pins what it has
-there. Each conversation *rests* on the deepest resident node of its context: a leaf on which none rests is of no
-live context (superseded, or of an ended session). A conversation that shares a path with a longer resident one of
-somebody else rests where its own last call left it.
+there: to its end, or while it is admitted. Each conversation *rests* on the deepest resident node of its context: a
+leaf on which none rests is of no live context (superseded, or of an ended session). A conversation that shares a path
+with a longer resident one of somebody else rests where its own last call left it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def _never(leaves: Ints, now: float) -> Floats:
 class TreeCache:
     """Chunks of one tier. Every operation is O(changed nodes), making room also O(leaves)."""
 
-    def __init__(self, workload: Workload, capacity: int) -> None:
+    def __init__(self, workload: Workload, capacity: int, pin_calls: bool = True) -> None:
+        """``pin_calls``: a request pins what it has here until its end, not only while it is admitted."""
         nodes = len(workload.size)
         self.capacity = capacity
+        self._pin_calls = pin_calls
         self.used = 0
         self.written = 0
         """Chunks admitted so far."""
@@ -37,7 +39,8 @@ class TreeCache:
         self.holders: dict[int, set[int]] = {}
         """Node → the conversations that rest on it."""
         self.start: list[int] = workload.start.tolist()
-        self._parent: list[int] = workload.parent.tolist()
+        """By node: chunks of the contexts in front of it."""
+        self.parent: list[int] = workload.parent.tolist()
         self._size: list[int] = workload.size.tolist()
         self._resident = [0] * nodes
         self._children = [0] * nodes
@@ -65,6 +68,17 @@ class TreeCache:
         if node != ROOT:
             self._leave(node, context)
 
+    def expire(self, before: float) -> None:
+        """What was last used ``before`` that moment goes, except what running requests use. O(leaves)."""
+        last_used = self.last_used
+        old = [leaf for leaf in self._leaves if last_used[leaf] < before]
+        while old:
+            leaf = old.pop()
+            self._evict(leaf, self._loose(leaf))
+            above = self.parent[leaf]
+            if above in self._leaves and last_used[above] < before:
+                old.append(above)
+
     def fill(self, tip: int) -> int:
         """Admits all of a context where everything fits; how many leading chunks were here before."""
         found = self._deepest(tip)
@@ -85,7 +99,8 @@ class TreeCache:
         self._admit(tip, found, now, scores, newcomer)
         self._unpin(call)
         node = self._deepest(tip)
-        self._pin(call, node)
+        if self._pin_calls:
+            self._pin(call, node)
         self._rest(context, node, now)
         return hit
 
@@ -121,7 +136,7 @@ class TreeCache:
         assert 0 <= self.used <= self.capacity
         assert self.used == sum(self._resident)
         for node, resident in enumerate(self._resident):
-            above = self._parent[node]
+            above = self.parent[node]
             if resident and above != ROOT:
                 assert self._resident[above] == self._size[above], "a chunk is here without its predecessor"
             is_leaf = resident > 0 and self._children[node] == 0
@@ -132,7 +147,7 @@ class TreeCache:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _deepest(self, tip: int) -> int:
-        resident, parent = self._resident, self._parent
+        resident, parent = self._resident, self.parent
         while tip != ROOT and resident[tip] == 0:
             tip = parent[tip]
         return tip
@@ -142,7 +157,7 @@ class TreeCache:
         node = tip
         while node != found:
             missing.append(node)
-            node = self._parent[node]
+            node = self.parent[node]
         if found != ROOT and self._resident[found] < self._size[found]:
             missing.append(found)
         wanted = sum(self._size[node] - self._resident[node] for node in missing)
@@ -180,7 +195,7 @@ class TreeCache:
             if value == np.inf or value >= newcomer:
                 break
             freed += self._evict(leaf, wanted - freed)
-            above = self._parent[leaf]
+            above = self.parent[leaf]
             if above != ROOT and above in self._leaves and not self._resident[leaf] and self._loose(above):
                 heapq.heappush(exposed, (float(scores(np.array([above], dtype=np.int32), now)[0]), above))
         return freed
@@ -200,14 +215,14 @@ class TreeCache:
 
     def _appear(self, node: int) -> None:
         self._leaves[node] = None
-        above = self._parent[node]
+        above = self.parent[node]
         if above != ROOT:
             self._children[above] += 1
             self._leaves.pop(above, None)
 
     def _vanish(self, node: int) -> None:
         del self._leaves[node]
-        above = self._parent[node]
+        above = self.parent[node]
         movers = self.holders.pop(node, None)
         if above == ROOT:
             for context in movers or ():
