@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import uvloop
+
 from kvpilot import link
 from kvpilot.config import parse_config
 from kvpilot.coordinator.__main__ import NICENESS
@@ -20,7 +22,7 @@ def main() -> None:
     config = parse_config(Path(sys.argv[1]).read_bytes())
     os.nice(NICENESS)
     link.make_runtime_dir(config)
-    asyncio.run(_take(link.event_socket(config)))
+    uvloop.run(_take(link.event_socket(config)))
 
 
 async def _take(path: Path) -> None:
