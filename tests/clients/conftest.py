@@ -23,9 +23,9 @@ STEP_TIMEOUT_S = 240.0
 
 
 class Client:
-    """A script in the client environment, asked step by step."""
+    """A script in the client environment, asked step by step. It runs in ``folder``: packages write logs there."""
 
-    def __init__(self, python: Path, script: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, python: Path, script: str, *arguments: str) -> None:
         self._script = script
         self._process = subprocess.Popen(
             [python, HERE / script, *arguments],
@@ -33,6 +33,7 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=folder,
             env=client_environment(),
         )
         self._said: deque[str] = deque(maxlen=40)
@@ -92,9 +93,15 @@ def clients_python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(request: pytest.FixtureRequest, clients_python: Path, stack: Endpoints) -> Iterator[Client]:
+def client(
+    request: pytest.FixtureRequest,
+    clients_python: Path,
+    stack: Endpoints,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Client]:
     """The script that the test module names in ``SCRIPT``, pointed at the gateway."""
-    script = Client(clients_python, request.module.SCRIPT, stack.gateway_url, "m16k")
+    folder = tmp_path_factory.mktemp("client")
+    script = Client(folder, clients_python.absolute(), request.module.SCRIPT, stack.gateway_url, "m16k")
     yield script
     script.close()
 
