@@ -99,3 +99,11 @@ def test_names_of_sessions_mean_nothing(policy: str, laid: Overlay, capacity: in
     before, after = (POLICIES[policy].run(Scenario(which), capacity, hints) for which in (laid, renamed))
     assert (before.hits == after.hits).all()
     assert before.written == after.written
+
+
+@given(policy=policies, laid=overlays(), capacity=st.integers(1, 30), hints=some_hints)
+@settings(max_examples=30, deadline=None)
+def test_the_same_run_ends_the_same(policy: str, laid: Overlay, capacity: int, hints: Hints) -> None:
+    first, second = (POLICIES[policy].run(Scenario(laid), capacity, hints) for _ in range(2))
+    assert (first.hits == second.hits).all()
+    assert (first.held_mean, first.written) == (second.held_mean, second.written)

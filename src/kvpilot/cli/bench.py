@@ -155,3 +155,38 @@ def fuzz(
     print_table(document, console())
     if document["faults"]:
         raise typer.Exit(1)
+
+
+@bench.command()
+def sim(
+    trace: Annotated[
+        str, typer.Argument(help="A trace file, or a name below $KVPILOT_TRACES.")
+    ] = "kv-cache-tester",
+    policies: Annotated[str | None, typer.Option(help="Policies, with commas.", show_default="all")] = None,
+    pressure: Annotated[float, typer.Option(min=0.01, help="Working set ÷ capacity.")] = 1.0,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions of the trace, at most.")] = 120,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each policy; the fastest counts.")] = 3,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """How many calls a minute the simulator does with each policy. Needs no stack."""
+    import sys
+
+    from kvpilot.bench.sim import print_table, run_bench
+    from kvpilot.replay.run import write_json
+    from kvpilot.sim.policies import choose
+    from kvpilot.traces import TraceError, find_trace
+
+    with user_errors(TraceError, ValueError):
+        document = run_bench(
+            find_trace(trace),
+            choose(policies),
+            pressure,
+            sessions,
+            rounds,
+            lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, console())

@@ -12,10 +12,23 @@ from typing import Any
 from kvpilot.sim.jit import jit
 
 # Counters, by chunks. LFU: the LEAST count in use. ARC: its TARGET (p) in units of 1 / SCALE. S3-FIFO: whether it
-# HAS_EVICTED anything yet.
-CAPACITY, USED, PINNED, WRITTEN, LEAST, FIRST, SECOND, GHOSTS_FIRST, GHOSTS_SECOND, TARGET = range(10)
+# HAS_EVICTED anything yet. A list is SPENT when running requests use all that is in it, as far as this step goes.
+(
+    CAPACITY,
+    USED,
+    PINNED,
+    WRITTEN,
+    LEAST,
+    FIRST,
+    SECOND,
+    GHOSTS_FIRST,
+    GHOSTS_SECOND,
+    TARGET,
+    SPENT_FIRST,
+    SPENT_SECOND,
+) = range(12)
 HAS_EVICTED = TARGET
-COUNTERS = 10
+COUNTERS = 12
 SCALE = 1 << 20
 # Policies.
 _LRU, _LFU, _ARC, _S3FIFO = range(4)
@@ -55,10 +68,14 @@ def _oldest(state: State, number: int) -> int:
     """The oldest member of a list that no running request uses (-1: none). Those that are used become the newest."""
     previous, following, place, count, pins, counters = state
     sentinel = len(place) + number
+    if number <= _SECOND and counters[SPENT_FIRST - _FIRST + number] == 1:
+        return -1
     first_used = -1
     while True:
         oldest = previous[sentinel]
         if oldest in (sentinel, first_used):
+            if number <= _SECOND:
+                counters[SPENT_FIRST - _FIRST + number] = 1
             return -1
         if pins[oldest] == 0:
             return int(oldest)
@@ -178,6 +195,7 @@ def _s3_evict(state: State) -> None:
                 _s3_to_ghost(state, oldest)
                 return
             count[oldest] = 0
+            counters[SPENT_SECOND] = 0
             _move(state, oldest, _SECOND)
     while True:
         oldest = _oldest(state, _SECOND)
@@ -210,7 +228,8 @@ def _hit(policy: int, state: State, chunk: int) -> None:
     """A chunk that is here is used."""
     previous, following, place, count, pins, counters = state
     if policy == _LRU:
-        _move(state, chunk, _FIRST)
+        _unlink(previous, following, chunk)
+        _push(previous, following, len(place) + _FIRST, chunk)
     elif policy == _LFU:
         _unlink(previous, following, chunk)
         _lfu_count(state, chunk, count[chunk] + 1)
@@ -243,35 +262,49 @@ def _admit(policy: int, state: State, chunk: int) -> None:
 
 
 @jit
-def _use(
-    policy: int,
-    state: State,
-    firsts: Array,
-    sizes: Array,
-    begin: int,
-) -> None:
-    """Chunks of the runs from ``begin`` on are pinned and used, last to first; the first missing ones get room."""
-    previous, following, place, count, pins, counters = state
-    for run in range(begin, len(firsts)):
-        for chunk in range(firsts[run], firsts[run] + sizes[run]):
-            if pins[chunk] == 0 and _here(place, chunk):
-                counters[PINNED] += 1
-            pins[chunk] += 1
+def _new_step(counters: Array) -> None:
     counters[LEAST] = 1
-    room = counters[CAPACITY] - counters[PINNED]
+    counters[SPENT_FIRST] = 0
+    counters[SPENT_SECOND] = 0
+
+
+@jit
+def _leading_that_fit(place: Array, firsts: Array, sizes: Array, begin: int, room: int) -> int:
+    """How many leading chunks can be here when ``room`` of those that are missing get in."""
     fits = 0
     for run in range(begin, len(firsts)):
         for chunk in range(firsts[run], firsts[run] + sizes[run]):
             if not _here(place, chunk):
                 if room == 0:
-                    break
+                    return fits
                 room -= 1
             fits += 1
-        if room == 0:
-            break
-    position = 0
+    return fits
+
+
+@jit
+def _use(policy: int, state: State, firsts: Array, sizes: Array, begin: int) -> int:
+    """Chunks of the runs from ``begin`` on are pinned and used, last to first; of the missing the first get room.
+
+    Returns how many leading ones were here.
+    """
+    previous, following, place, count, pins, counters = state
+    here = total = leading = 0
     for run in range(begin, len(firsts)):
-        position += sizes[run]
+        total += sizes[run]
+        for chunk in range(firsts[run], firsts[run] + sizes[run]):
+            if _here(place, chunk):
+                if pins[chunk] == 0:
+                    counters[PINNED] += 1
+                here += 1
+            elif leading == 0:
+                leading = here + 1
+            pins[chunk] += 1
+    hit = here if leading == 0 else leading - 1
+    _new_step(counters)
+    room = counters[CAPACITY] - counters[PINNED]
+    fits = total if total - here <= room else _leading_that_fit(place, firsts, sizes, begin, room)
+    position = total
     for run in range(len(firsts) - 1, begin - 1, -1):
         for chunk in range(firsts[run] + sizes[run] - 1, firsts[run] - 1, -1):
             position -= 1
@@ -280,6 +313,7 @@ def _use(
             elif position < fits:
                 _admit(policy, state, chunk)
                 counters[PINNED] += 1
+    return int(hit)
 
 
 @jit
@@ -293,32 +327,15 @@ def flat_access(
     if _here(place, chunk):
         _hit(policy, state, chunk)
         return True
-    counters[LEAST] = 1
+    _new_step(counters)
     _admit(policy, state, chunk)
     return False
 
 
 @jit
-def flat_request(
-    policy: int,
-    state: State,
-    firsts: Array,
-    sizes: Array,
-) -> int:
+def flat_request(policy: int, state: State, firsts: Array, sizes: Array) -> int:
     """See :meth:`kvpilot.sim.flat.FlatCache.request`."""
-    previous, following, place, count, pins, counters = state
-    hit = 0
-    going = True
-    for run in range(len(firsts)):
-        if not going:
-            break
-        for chunk in range(firsts[run], firsts[run] + sizes[run]):
-            if not _here(place, chunk):
-                going = False
-                break
-            hit += 1
-    _use(policy, state, firsts, sizes, 0)
-    return hit
+    return _use(policy, state, firsts, sizes, 0)
 
 
 @jit
