@@ -61,6 +61,19 @@ def test_rows_say_what_each_policy_got(trace: Path, tmp_path: Path) -> None:
     assert "made-up" in result.output
 
 
+def test_a_picture_is_drawn(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "out.svg"
+    result = compare(
+        trace, "--pressure", "0.3,1", "--window", 9, "--policies", "references", "--plot", picture
+    )
+    assert result.exit_code == 0, result.output
+    assert "references, lifecycle" in picture.read_text()
+    result = compare(trace, "--pressure", "50", "--policies", "lru", "--plot", picture)
+    assert result.exit_code == 2
+    assert "every capacity was skipped" in result.output
+
+
 def test_a_folder_is_all_its_traces(trace: Path, tmp_path: Path) -> None:
     (tmp_path / "again.jsonl").write_bytes(trace.read_bytes())
     out = tmp_path / "result" / "out.json"

@@ -46,6 +46,10 @@ def compare(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows here.", show_default=False)
     ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw hit rates along pressure here (PNG, SVG).", show_default=False),
+    ] = None,
 ) -> None:
     """Hit rates of cache policies side by side, and how much of the gap from LRU to the optimum they close."""
     import sys
@@ -55,6 +59,7 @@ def compare(
     from kvpilot.sim.compare import Options, numbers, print_table
     from kvpilot.sim.compare import compare as run
     from kvpilot.sim.one_tier import DEFAULT_PIN, Pin
+    from kvpilot.sim.plot import plot
     from kvpilot.sim.policies import choose
     from kvpilot.traces import TraceError, find_traces
 
@@ -84,3 +89,6 @@ def compare(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+    if plot_file is not None:
+        with user_errors(ValueError):
+            plot(document, plot_file)
