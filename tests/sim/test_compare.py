@@ -61,6 +61,32 @@ def test_rows_say_what_each_policy_got(trace: Path, tmp_path: Path) -> None:
     assert "made-up" in result.output
 
 
+def test_a_profile_tells_times_to_first_token(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = compare(
+        trace,
+        "--profile",
+        "this-cpu",
+        "--pressure",
+        "0.5,1,50",
+        "--window",
+        9,
+        "--policies",
+        "references",
+        "--json",
+        out,
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    rows = {(row["pressure"], row["policy"], row["hints"]): row for row in document["rows"]}
+    assert {policy for _, policy, _ in rows} == {"lru", "references", "clairvoyant"}
+    for (_, policy, _), row in rows.items():
+        assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
+        assert set(row["bytes_written"]) == (set() if policy == "clairvoyant" else {"device", "host", "disk"})
+    assert rows[1, "clairvoyant", "none"]["ttft_mean"] < rows[1, "lru", "none"]["ttft_mean"]
+    assert [skip["pressure"] for skip in document["skipped"]] == [50]
+
+
 def test_a_picture_is_drawn(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "pictures" / "out.svg"
@@ -90,6 +116,7 @@ def test_a_folder_is_all_its_traces(trace: Path, tmp_path: Path) -> None:
         (("{trace}", "--policies", "magic"), "no policy 'magic': there are lru"),
         (("{trace}", "--hints", "all"), "--hints all: give none, lifecycle"),
         (("{trace}", "--tiers", "nine"), "--tiers nine"),
+        (("{trace}", "--profile", "abacus"), "no profile 'abacus': there are h100-nvme"),
         (("{trace}", "--pin", "forever"), "--pin forever: give call or lookup"),
     ],
 )

@@ -22,7 +22,14 @@ def compare(
     traces: Annotated[
         list[str], typer.Argument(help="Trace files or folders, or names below $KVPILOT_TRACES.")
     ],
-    tiers: Annotated[str, typer.Option(help="Memory tiers: one.")] = "one",
+    tiers: Annotated[str, typer.Option(help="Memory tiers: one, or those of a --profile.")] = "one",
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Times to first token on a machine with several tiers: h100-nvme, ascend-nvme, this-cpu.",
+            show_default=False,
+        ),
+    ] = None,
     pressure: Annotated[str, typer.Option(help="Working set ÷ capacity, with commas.")] = "0.7,1,1.5,2,3",
     sessions: Annotated[int, typer.Option(min=1, help="Sessions of each trace, at most.")] = 120,
     seed: Annotated[int, typer.Option(help="How sessions are drawn and laid over one another.")] = 1,
@@ -56,6 +63,7 @@ def compare(
 
     from kvpilot.replay.plan import Hints
     from kvpilot.replay.run import write_json
+    from kvpilot.sim import compare_tiers
     from kvpilot.sim.compare import Options, numbers, print_table
     from kvpilot.sim.compare import compare as run
     from kvpilot.sim.one_tier import DEFAULT_PIN, Pin
@@ -63,9 +71,12 @@ def compare(
     from kvpilot.sim.policies import choose
     from kvpilot.traces import TraceError, find_traces
 
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     with user_errors(TraceError, ValueError):
         if tiers != "one":
-            raise ValueError(f"--tiers {tiers}: only one tier is simulated, give one")
+            raise ValueError(f"--tiers {tiers}: give one, or --profile for several")
         try:
             levels = tuple(Hints(part.strip()) for part in hints.split(",") if part.strip())
         except ValueError:
@@ -85,10 +96,20 @@ def compare(
             pin=Pin(pin) if pin else DEFAULT_PIN,
         )
         paths = [path for name in traces for path in find_traces(name)]
-        document = run(paths, options, lambda line: print(line, file=sys.stderr, flush=True))
+        if profile is not None:
+            if plot_file is not None:
+                raise ValueError("--plot draws one tier: leave --profile out")
+            document = compare_tiers.compare_tiers(
+                paths, options, compare_tiers.hardware_named(profile), tell
+            )
+        else:
+            document = run(paths, options, tell)
     if json_file is not None:
         write_json(json_file, document)
-    print_table(document, console())
+    if profile is not None:
+        compare_tiers.print_table(document, console())
+    else:
+        print_table(document, console())
     if plot_file is not None:
         with user_errors(ValueError):
             plot(document, plot_file)

@@ -65,8 +65,8 @@ def compare(paths: Sequence[Path], options: Options, tell: Callable[[str], None]
     for path in paths:
         source = trace_name(path)
         tell(f"{source}: reading")
-        scenario = _scenario(list(read_trace(path)), options)
-        sources.append(_facts(source, scenario))
+        scenario = scenario_of(list(read_trace(path)), options)
+        sources.append(source_facts(source, scenario))
         tell(
             f"{source}: {len(scenario.workload.sessions)} sessions, {scenario.workload.calls} calls, "
             f"working set {scenario.working_set:.0f} chunks"
@@ -93,12 +93,14 @@ def compare(paths: Sequence[Path], options: Options, tell: Callable[[str], None]
     }
 
 
-def _scenario(sessions: list[TraceSession], options: Options) -> Scenario:
+def scenario_of(sessions: list[TraceSession], options: Options) -> Scenario:
+    """The sessions drawn and laid over one another, compiled."""
     count = len(sessions) if options.sessions is None else min(options.sessions, len(sessions))
     return Scenario(overlay(sessions, count, options.seed, options.window_s), options.pin)
 
 
-def _facts(source: str, scenario: Scenario) -> dict[str, Any]:
+def source_facts(source: str, scenario: Scenario) -> dict[str, Any]:
+    """What the rows of a source are about."""
     workload = scenario.workload
     return {
         "source": source,

@@ -9,6 +9,7 @@ forecasts do not reach it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -23,7 +24,7 @@ from kvpilot.sim.policy import ContextPolicy, Run
 from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.view import Reply, Request, View, view_of
 from kvpilot.sim.working_set import working_set
-from kvpilot.sim.workload import Ints, Workload, compile_workload
+from kvpilot.sim.workload import INSTANT_S, Ints, Workload, compile_workload
 from kvpilot.traces import Overlay
 
 
@@ -69,6 +70,13 @@ class Scenario:
         return NextUses(self.workload, self.calls)
 
     @cached_property
+    def instant(self) -> tuple[list[Event], NextUses]:
+        """As if replies took no time: requests and ends, and their next uses. For bounds on any engine."""
+        workload = replace(self.workload, end=self.workload.begin + INSTANT_S)
+        calls = events(workload)
+        return calls, NextUses(workload, calls)
+
+    @cached_property
     def working_set(self) -> float:
         """Chunks."""
         return working_set(self.workload, self.calls)
@@ -104,7 +112,7 @@ def run_contexts(
     workload, view = scenario.workload, scenario.view(hints)
     cache = TreeCache(workload, capacity, pin_calls=scenario.pin is Pin.CALL)
     policy = make(Run(cache, view, workload.chunk_tokens))
-    tables = _Tables(workload, view)
+    tables = Tables(workload, view)
     hits = np.zeros(workload.calls, dtype=np.int32)
     latest: dict[int, int] = {}
     running: dict[int, Request] = {}
@@ -145,7 +153,7 @@ def run_contexts(
     return Outcome(hits, level.mean, level.peak, cache.written)
 
 
-class _Tables:
+class Tables:
     """What requests and replies are made of, as plain lists: looking up numpy scalars is slow."""
 
     def __init__(self, workload: Workload, view: View) -> None:

@@ -25,7 +25,9 @@ from kvpilot.sim.outcome import Outcome
 from kvpilot.sim.policy import ContextPolicy
 
 LRU, BELADY = "lru", "belady"
-"""What every comparison has: the ends of the gap."""
+"""What every comparison of one tier has: the ends of the gap."""
+CLAIRVOYANT = "clairvoyant"
+"""The other end of the gap with several tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,15 @@ POLICIES: dict[str, Entry] = {
     BELADY: Entry(_belady),
 }
 """In the order of tables."""
+
+TIERED: dict[str, type[ContextPolicy]] = {
+    LRU: LeafLru,
+    "evoke": Evoke,
+    "continuum": Continuum,
+    "references": References,
+    "kvflow": StepsToExecution,
+}
+"""Those that know several tiers; each tier has one of its own."""
 
 
 def choose(names: str | None) -> list[str]:

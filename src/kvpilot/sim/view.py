@@ -23,11 +23,12 @@ from kvpilot.traces import Overlay, TraceCall, TraceMessage
 
 @dataclass(frozen=True, slots=True)
 class SeenSignal:
-    """A life-cycle hint about a context."""
+    """A life-cycle hint about a context, at or after the end of its call ``call``."""
 
     at: float
     kind: SignalKind
     context: int
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +103,22 @@ def _signals(workload: Workload) -> Iterable[SeenSignal]:
             if not blocks:
                 end, begin = float(workload.end[index]), float(workload.begin[following])
                 call, after = workload.recorded[index], workload.recorded[following]
-                yield from _pause_signals(agent, call, after, end, max(end, begin))
-        yield SeenSignal(float(workload.end[indices].max()), SignalKind.END, agent)
+                yield from _pause_signals(agent, index, call, after, end, max(end, begin))
+        last = max(indices, key=lambda index: float(workload.end[index]))
+        yield SeenSignal(float(workload.end[last]), SignalKind.END, agent, last)
 
 
 def _pause_signals(
-    agent: int, call: TraceCall, after: TraceCall, end: float, begin: float
+    agent: int, index: int, call: TraceCall, after: TraceCall, end: float, begin: float
 ) -> Iterable[SeenSignal]:
     """Between two calls of an agent: tools ended, a person is asked, a compaction is announced."""
     if call.reply.calls:
         longest = max((run.duration_s or 0.0 for run in call.tools), default=0.0)
-        yield SeenSignal(min(end + longest, begin), SignalKind.TOOL_FINISHED, agent)
+        yield SeenSignal(min(end + longest, begin), SignalKind.TOOL_FINISHED, agent, index)
     elif "human" in after.events:
-        yield SeenSignal(end, SignalKind.WAITING_HUMAN, agent)
+        yield SeenSignal(end, SignalKind.WAITING_HUMAN, agent, index)
     if after.compacted:
-        yield SeenSignal((end + begin) / 2, SignalKind.COMPACTED, agent)
+        yield SeenSignal((end + begin) / 2, SignalKind.COMPACTED, agent, index)
 
 
 def _found(laid: Overlay) -> View:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 ROOT = -1
 """The empty context."""
-_INSTANT_S = 1e-6
+INSTANT_S = 1e-6
 """What a call takes at least: it ends after it began."""
 
 
@@ -111,7 +111,7 @@ def compile_workload(laid: Overlay) -> Workload:
             agent = index[number, call.agent]
             prompt_tip, context_tip, tokens = contexts[agent].call(call)
             begin = placed.start + call.t_request
-            end = begin + max(_INSTANT_S, call.t_end - call.t_request)
+            end = begin + max(INSTANT_S, call.t_end - call.t_request)
             rows.append((begin, end, agent, prompt_tip, context_tip, tokens, call))
     rows.sort(key=lambda row: row[0])
     cut_after = {row[3] for row in rows} | {row[4] for row in rows}

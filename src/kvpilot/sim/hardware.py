@@ -1,0 +1,83 @@
+"""Machines to simulate, as data: how long prefill takes, how large tiers are, how fast the links between them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpilot.domain import Tier
+
+
+class Store(msgspec.Struct, frozen=True):
+    """A tier below the device. ``size`` is its capacity as a multiple of the device's KV memory."""
+
+    tier: Tier
+    size: float
+    read_bytes_per_s: float
+    latency_s: float
+
+
+class Hardware(msgspec.Struct, frozen=True):
+    """One node with one model. ``pair_s``: what a pair of a new token and one before it costs."""
+
+    name: str
+    bytes_per_token: int
+    base_s: float
+    token_s: float
+    pair_s: float
+    decode_token_s: float
+    stores: tuple[Store, ...]
+    """From fast to slow; each is reached through those before it."""
+
+    def prefill_s(self, new: int, behind: int) -> float:
+        """Seconds of computing ``new`` tokens behind ``behind`` whose KV is there."""
+        return self.base_s + new * (self.token_s + self.pair_s * (behind + new / 2))
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # Eight H100 of 80 GB, Llama-3.3-70B with 8-bit weights and 16-bit KV (80 layers, 8 KV heads of 128), half of
+        # the peak in dense 8-bit arithmetic: 4e15 FLOP/s against 1.4e11 FLOP a token and 2.6e6 a pair of tokens. About
+        # 480 GB are left for KV. Host: 1.5 TB behind PCIe 5. Four NVMe drives of 6 GB/s, 15 TB.
+        Hardware(
+            name="h100-nvme",
+            bytes_per_token=327_680,
+            base_s=0.02,
+            token_s=3.5e-5,
+            pair_s=6.5e-10,
+            decode_token_s=0.015,
+            stores=(
+                Store(Tier.HOST, size=3.0, read_bytes_per_s=200e9, latency_s=0.001),
+                Store(Tier.DISK, size=30.0, read_bytes_per_s=24e9, latency_s=0.002),
+            ),
+        ),
+        # Eight Ascend 910B of 64 GB, the same model with 16-bit weights, 1.3e15 FLOP/s in use; about 320 GB are left
+        # for KV. Host: 1.5 TB behind PCIe 4. Two NVMe drives.
+        Hardware(
+            name="ascend-nvme",
+            bytes_per_token=327_680,
+            base_s=0.03,
+            token_s=1.1e-4,
+            pair_s=2e-9,
+            decode_token_s=0.025,
+            stores=(
+                Store(Tier.HOST, size=4.5, read_bytes_per_s=100e9, latency_s=0.001),
+                Store(Tier.DISK, size=45.0, read_bytes_per_s=12e9, latency_s=0.002),
+            ),
+        ),
+        # Two CPU cores, m16k, from `kvpilot bench tiers` at 15,360 tokens: recompute 24.6 s, device hit with 32 new
+        # tokens 0.16 s and with 256 0.75 s, 0.31 s more from host memory, 0.89 s more again from a cold disk.
+        Hardware(
+            name="this-cpu",
+            bytes_per_token=16_384,
+            base_s=0.07,
+            token_s=5.3e-4,
+            pair_s=1.39e-7,
+            decode_token_s=0.05,
+            stores=(
+                Store(Tier.HOST, size=2.0, read_bytes_per_s=0.8e9, latency_s=0.01),
+                Store(Tier.DISK, size=8.0, read_bytes_per_s=0.28e9, latency_s=0.02),
+            ),
+        ),
+    )
+}
