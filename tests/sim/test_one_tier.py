@@ -22,7 +22,7 @@ policies = st.sampled_from([name for name in POLICIES if name != BELADY])
 
 
 @given(policy=policies, scenario=scenarios(), capacity=st.integers(1, 30), hints=some_hints)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_policy_stays_within_capacity_and_the_optimum(
     policy: str, scenario: Scenario, capacity: int, hints: Hints
 ) -> None:
