@@ -95,6 +95,20 @@ async def test_the_oldest_results_go_and_three_stay() -> None:
             {"trigger": {"type": "input_tokens", "value": 1}, "keep": {"type": "tool_uses", "value": 9}},
             "01234",
         ),
+        ({"trigger": {"type": "tool_uses", "value": 0}, "keep": "all"}, "01234"),
+        (
+            {"trigger": {"type": "tool_uses", "value": 0}, "keep": {"type": "thinking_turns", "value": 0}},
+            "01234",
+        ),
+        ({"trigger": {"type": "tokens", "value": 1}}, "01234"),
+        (
+            {
+                "trigger": {"type": "tool_uses", "value": 0},
+                "clear_at_least": {"type": "tool_uses", "value": 1},
+            },
+            "01234",
+        ),
+        ({"trigger": {"type": "tool_uses", "value": 0}, "exclude_tools": "read"}, "01234"),
         ({"trigger": {"type": "input_tokens", "value": 1}, "exclude_tools": ["read"]}, "0-234"),
         ({"trigger": {"type": "input_tokens", "value": 1}, "exclude_tools": ["read", "write"]}, "01234"),
         (
@@ -126,6 +140,35 @@ async def test_inputs_go_where_that_is_asked(which: Any, cleared: list[int]) -> 
     edited = await edit(uses, {"type": USES, "trigger": trigger, "clear_tool_inputs": which})
     assert [i for i, given in enumerate(inputs(edited)) if given == {}] == cleared
     assert results(edited)[:2] == ["-", "-"]
+
+
+async def test_an_id_that_is_given_again_is_kept_with_its_newest_result() -> None:
+    """Some engines and harnesses call every turn's first tool use ``call_0``."""
+    trigger = {"type": "tool_uses", "value": 0}
+    messages = json.loads(json.dumps(history(5, tools=("read", "write"))).replace('"t4"', '"t0"'))
+    edited = await edit(messages, {"type": USES, "trigger": trigger})
+    assert results(edited) == ["0", "-", "2", "3", "4"]
+    messages = json.loads(json.dumps(messages).replace('"t1"', '"t0"').replace('"t2"', '"t0"'))
+    edited = await edit(
+        messages, {"type": USES, "trigger": trigger, "keep": {"type": "tool_uses", "value": 1}}
+    )
+    assert results(edited) == ["0", "1", "2", "-", "4"]
+
+
+async def test_a_request_waits_for_three_counts_at_most() -> None:
+    asked = []
+
+    async def count(body: bytes) -> int | None:
+        asked.append(body)
+        return await words(body)
+
+    never = {
+        "type": USES,
+        "trigger": {"type": "tool_uses", "value": 0},
+        "clear_at_least": {"type": "input_tokens", "value": 10**9},
+    }
+    edited = await edit(history(5), *[never] * 8, count=count)
+    assert (len(asked), edited.applied, results(edited)) == (3, [], ["0", "1", "2", "3", "4"])
 
 
 async def test_what_is_cleared_already_is_not_cleared_again() -> None:

@@ -25,7 +25,7 @@ from kvpilot.gateway.asgi import (
     respond_error,
 )
 from kvpilot.gateway.call import Call
-from kvpilot.gateway.editing import COUNT_PATH, Edited, count_reply, counter, edit_context
+from kvpilot.gateway.editing import COUNT_PATH, Edited, EngineCounter, count_reply, edit_context
 from kvpilot.gateway.errors import GatewayError, not_found, too_busy
 from kvpilot.gateway.exchange import Exchange, relay_raw
 from kvpilot.gateway.headers import reply_headers, request_headers
@@ -68,6 +68,7 @@ class Gateway:
             questions=Questions(),
             hasher=ChunkHasher(config.lmcache.chunk_size),
         )
+        self._counter = EngineCounter(self._upstream)
         self._metrics = Metrics(self.link)
         self._in_flight = 0
         self._metrics.in_flight.set_function(lambda: self._in_flight)
@@ -169,14 +170,13 @@ class Gateway:
     async def _api_exchange(self, call: Call, request: Prepared, raw: bytes, tenant: str) -> ApiExchange:
         if call.path != MESSAGES or not request.hints.edits:
             return ApiExchange(self._tools, call, request, raw, tenant, READERS[call.path]())
-        edited = await self._edit(call, raw, request)
-        body = salted(edited.body, tenant) if tenant != DEFAULT_TENANT else edited.body
-        request = replace(request, body=body)
+        edited = await self._edit(call, request)
+        request = replace(request, body=edited.body)
         return ApiExchange(self._tools, call, request, edited.body, tenant, MessagesReader(edited.report()))
 
-    async def _edit(self, call: Call, raw: bytes, request: Prepared) -> Edited:
+    async def _edit(self, call: Call, request: Prepared) -> Edited:
         headers = self._upstream.authorize(request_headers(call.raw_headers, _PLAIN))
-        return await edit_context(raw, request.hints.edits, counter(self._upstream, headers))
+        return await edit_context(request.body, request.hints.edits, self._counter.of(headers))
 
     async def _count_tokens(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         """Tokens of a Messages request, as it would be after its context edits."""
@@ -184,10 +184,10 @@ class Gateway:
         request = prepare(raw, call.headers, tenant, ask=())
         async with WhileConnected(receive) as connection:
             connection.watch()
-            edited = await self._edit(call, raw, request) if request.hints.edits else Edited(request.body)
+            edited = await self._edit(call, request) if request.hints.edits else Edited(request.body)
             headers = self._upstream.authorize(request_headers(call.raw_headers, _PLAIN))
             async with await self._upstream.send(call.method, call.target, headers, edited.body) as reply:
-                if edited.original_tokens is None or reply.status != 200:
+                if not request.hints.edits or reply.status != 200:
                     return await relay_raw(reply, send, connection)
                 text = count_reply(await reply.read(), edited.original_tokens)
                 connection.release()

@@ -23,6 +23,9 @@ FIELD = "context_management"
 TEMPLATE_BYTES = 16 * 1024
 """What a chat template may add to a request's own text. Beyond it a token is at least a byte."""
 
+MAX_COUNTS = 3
+"""Counts before a request: the first, and one behind an edit of either kind."""
+
 Count = Callable[[bytes], Awaitable[int | None]]
 """Input tokens of a request's body, by the engine; None when it does not say."""
 
@@ -45,6 +48,7 @@ class Edited:
 
 async def edit_context(raw: bytes, edits: Sequence[ContextEdit], count: Count) -> Edited:
     """Apply ``edits`` in their order. Without the engine's counts nothing is cleared: nobody could say how much.
+    Nor is what would need more than ``MAX_COUNTS`` of them: the request waits for each.
 
     Edits that are not applied here (compaction, later ones) stay in the body for the engine.
     """
@@ -58,6 +62,7 @@ async def edit_context(raw: bytes, edits: Sequence[ContextEdit], count: Count) -
     tokens: int | None = None
     original: int | None = None
     done: list[dict[str, Any]] = []
+    counts_left = MAX_COUNTS - 1
     for edit in edits:
         limit = token_trigger(edit)
         if len(body) + TEMPLATE_BYTES <= limit or not triggered_by_uses(edit, messages):
@@ -65,14 +70,16 @@ async def edit_context(raw: bytes, edits: Sequence[ContextEdit], count: Count) -
         cleared = clear(edit, messages)
         if cleared is None:
             continue
+        if not counts_left:
+            break
         if tokens is None:
             tokens = original = await count(body)
         if tokens is None:
-            log.warning("context edits are not applied: the engine does not count tokens")
             break
         if tokens <= limit:
             continue
         shorter = msgspec.json.encode({**fields, "messages": cleared.messages})
+        counts_left -= 1
         left = await count(shorter)
         if left is None or tokens - left < edit.clear_at_least:
             continue
@@ -81,31 +88,47 @@ async def edit_context(raw: bytes, edits: Sequence[ContextEdit], count: Count) -
     return Edited(body, done, original)
 
 
-def counter(upstream: Upstream, headers: RawHeaders) -> Count:
-    """Counts by the engine's own ``count_tokens``; ``headers`` are those of the request it is for."""
+class EngineCounter:
+    """Counts by the engine's own ``count_tokens``. That it gave none is told once."""
 
-    async def count(body: bytes) -> int | None:
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._told = False
+
+    def of(self, headers: RawHeaders) -> Count:
+        """``headers``: those of the request that is counted."""
+
+        async def count(body: bytes) -> int | None:
+            found = await self._ask(headers, body)
+            if found is None and not self._told:
+                self._told = True
+                log.warning("context edits were not applied: the engine counted no tokens; told once")
+            return found
+
+        return count
+
+    async def _ask(self, headers: RawHeaders, body: bytes) -> int | None:
         try:
-            async with await upstream.send("POST", COUNT_PATH, list(headers), body) as reply:
+            async with await self._upstream.send("POST", COUNT_PATH, list(headers), body) as reply:
                 text = await reply.read()
                 if reply.status != 200:
                     return None
             answer = msgspec.json.decode(text)
-        except (GatewayError, ValueError):
+        except (GatewayError, ValueError, RecursionError):
             return None
         found = answer.get("input_tokens") if isinstance(answer, dict) else None
         return found if type(found) is int else None
 
-    return count
 
-
-def count_reply(text: bytes, original: int) -> bytes:
-    """``count_tokens``' reply, with what the request had before its edits."""
+def count_reply(text: bytes, original: int | None) -> bytes:
+    """``count_tokens``' reply, with what the request had before its edits: as much as now where none of them came
+    so far that it was counted (None)."""
     try:
         fields = _FIELDS.decode(text)
-    except (ValueError, RecursionError):
+        before = fields["input_tokens"] if original is None else msgspec.Raw(b"%d" % original)
+    except (ValueError, RecursionError, KeyError):
         return text
-    fields[FIELD] = msgspec.Raw(b'{"original_input_tokens":%d}' % original)
+    fields[FIELD] = msgspec.Raw(msgspec.json.encode({"original_input_tokens": before}))
     return msgspec.json.encode(fields)
 
 

@@ -33,6 +33,8 @@ class Cleared:
 
 def clear(edit: ContextEdit, messages: Sequence[Message]) -> Cleared | None:
     """What the edit does once it is triggered; None when there is nothing to clear (or it is not one of these)."""
+    if edit.keep is not None and edit.keep[0] == "all":
+        return None
     if edit.kind == "clear_tool_uses":
         return _clear_tool_uses(edit, messages)
     return _clear_thinking(edit, messages) if edit.kind == "clear_thinking" else None
@@ -60,21 +62,23 @@ def applied(edit: ContextEdit, cleared: Cleared, tokens: int) -> dict[str, Any]:
 
 def _clear_tool_uses(edit: ContextEdit, messages: Sequence[Message]) -> Cleared | None:
     uses = [(str(b.get("id")), b.get("name")) for b in _blocks(messages, "assistant", "tool_use")]
-    keep = edit.keep[1] if edit.keep is not None and edit.keep[0] == "tool_uses" else KEEP_TOOL_USES
-    old = uses[: max(0, len(uses) - keep)]
-    names = {use: name for use, name in old if name not in edit.exclude_tools}
+    keep = edit.keep[1] if edit.keep is not None else KEEP_TOOL_USES
+    first_kept = max(0, len(uses) - keep)
+    # Some clients give every turn's call the same id: what one of them spares, it spares for all.
+    spared = {use for n, (use, name) in enumerate(uses) if n >= first_kept or name in edit.exclude_tools}
+    old = {use for use, _ in uses[:first_kept]} - spared
     inputs = edit.clear_tool_inputs
     touched: set[str] = set()
 
     def change(block: Block) -> Block:
         kind = block.get("type")
         use = str(block.get("id" if kind == "tool_use" else "tool_use_id"))
-        if use not in names:
+        if use not in old:
             return block
         if kind == "tool_result" and block.get("content") not in (PLACEHOLDER, None, "", []):
             touched.add(use)
             return {**block, "content": PLACEHOLDER}
-        too = inputs is True or (isinstance(inputs, tuple) and names[use] in inputs)
+        too = inputs is True or (isinstance(inputs, tuple) and block.get("name") in inputs)
         if kind == "tool_use" and too and block.get("input"):
             touched.add(use)
             return {**block, "input": {}}
@@ -85,8 +89,6 @@ def _clear_tool_uses(edit: ContextEdit, messages: Sequence[Message]) -> Cleared 
 
 
 def _clear_thinking(edit: ContextEdit, messages: Sequence[Message]) -> Cleared | None:
-    if edit.keep is not None and edit.keep[0] == "all":
-        return None
     turns = [turn for turn in _turns(messages) if any(map(_thinks, (messages[i] for i in turn)))]
     keep = edit.keep[1] if edit.keep is not None else KEEP_THINKING_TURNS
     old = turns[: max(0, len(turns) - keep)]

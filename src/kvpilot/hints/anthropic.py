@@ -21,6 +21,12 @@ _EDITS = {
     "clear_thinking_20251015": "clear_thinking",
     "compact_20260112": "compact",
 }
+_UNITS: dict[str, dict[str, tuple[str, ...]]] = {
+    "clear_tool_uses": {"trigger": ("input_tokens", "tool_uses"), "keep": ("tool_uses", "all")},
+    "clear_thinking": {"keep": ("thinking_turns", "all")},
+    "compact": {"trigger": ("input_tokens",)},
+}
+"""In which units an edit's amounts may be given."""
 
 
 def read(request: HintRequest) -> Hints | None:
@@ -79,40 +85,53 @@ def _edits(request: HintRequest, dropped: list[str]) -> tuple[ContextEdit, ...]:
         edit = as_object(value, place, dropped)
         word = edit.get("type") if edit is not None else None
         if edit is not None and isinstance(word, str) and word in _EDITS:
-            edits.append(_edit(_EDITS[word], edit, place, dropped))
+            edits += _edit(_EDITS[word], edit, place, dropped)
         elif edit is not None:
             dropped.append(f"{place}.type: not known")
     return tuple(edits)
 
 
-def _edit(kind: str, edit: dict[str, Any], place: str, dropped: list[str]) -> ContextEdit:
-    least = _amount(edit.get("clear_at_least"), f"{place}.clear_at_least", dropped)
-    tools = as_list(edit.get("exclude_tools"), f"{place}.exclude_tools", MAX_TOOLS, dropped)
-    return ContextEdit(
+def _edit(kind: str, edit: dict[str, Any], place: str, dropped: list[str]) -> list[ContextEdit]:
+    """The edit; none, and the reasons, when any of it is not understood: a default in its place could clear what
+    the client asked to keep."""
+    reasons: list[str] = []
+    units = _UNITS[kind]
+    least = _amount(edit.get("clear_at_least"), ("input_tokens",), f"{place}.clear_at_least", reasons)
+    read = ContextEdit(
         kind=kind,
-        trigger=_amount(edit.get("trigger"), f"{place}.trigger", dropped),
-        keep=_amount(edit.get("keep"), f"{place}.keep", dropped),
+        trigger=_amount(edit.get("trigger"), units.get("trigger", ()), f"{place}.trigger", reasons),
+        keep=_amount(edit.get("keep"), units.get("keep", ()), f"{place}.keep", reasons),
         clear_at_least=least[1] if least is not None else 0,
-        exclude_tools=tuple(tool for tool in tools if isinstance(tool, str)),
-        clear_tool_inputs=_inputs(edit.get("clear_tool_inputs"), f"{place}.clear_tool_inputs", dropped),
+        exclude_tools=_tools(edit.get("exclude_tools"), f"{place}.exclude_tools", reasons),
+        clear_tool_inputs=_inputs(edit.get("clear_tool_inputs"), f"{place}.clear_tool_inputs", reasons),
     )
+    dropped += reasons
+    return [] if reasons else [read]
 
 
 def _inputs(value: object, place: str, dropped: list[str]) -> bool | tuple[str, ...]:
-    if value is None or isinstance(value, bool):
-        return value is True
-    return tuple(tool for tool in as_list(value, place, MAX_TOOLS, dropped) if isinstance(tool, str))
+    return value is True if value is None or isinstance(value, bool) else _tools(value, place, dropped)
 
 
-def _amount(value: object, place: str, dropped: list[str]) -> tuple[str, int] | None:
-    """A unit and a number of it; ``"all"`` has the number 0."""
+def _tools(value: object, place: str, dropped: list[str]) -> tuple[str, ...]:
+    tools = as_list(value, place, MAX_TOOLS, dropped)
+    if not all(isinstance(tool, str) for tool in tools):
+        dropped.append(f"{place}: not names of tools")
+    return tuple(tool for tool in tools if isinstance(tool, str))
+
+
+def _amount(value: object, units: tuple[str, ...], place: str, dropped: list[str]) -> tuple[str, int] | None:
+    """One of ``units`` and a number of it; ``"all"`` has the number 0."""
     if value is None:
         return None
     if value == "all":
-        return "all", 0
+        value = {"type": "all"}
     unit = value.get("type") if isinstance(value, dict) else None
     number = as_index(value.get("value", 0 if unit == "all" else None)) if isinstance(value, dict) else None
-    if not isinstance(unit, str) or len(unit) > 64 or number is None:
+    if not isinstance(unit, str) or number is None:
         dropped.append(f"{place}: not a type and a value")
-        return None
-    return unit, number
+    elif unit not in units:
+        dropped.append(f"{place}.type: not one of {', '.join(units) or 'none'}")
+    else:
+        return unit, number
+    return None
