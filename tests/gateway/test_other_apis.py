@@ -104,6 +104,11 @@ class AnthropicEngine:
         return response
 
 
+async def only_counts(request: web.Request) -> web.Response:
+    """An engine that knows nothing of edits."""
+    return web.json_response({"input_tokens": 7})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_story_of_a_messages_request(rig: Rig, stream: bool) -> None:
     AnthropicEngine(rig)
@@ -157,6 +162,66 @@ def test_events_may_arrive_cut_anywhere(size: int) -> None:
     assert out.count(added) == 1
 
 
+def deep(levels: int) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [900, 1200, 50_000])
+async def test_a_deeply_nested_tool_input_harms_nobody(
+    rig: Rig, caplog: pytest.LogCaptureFixture, levels: int
+) -> None:
+    delta = {"type": "input_json_delta", "partial_json": deep(levels)}
+    parts = message_events()
+    parts[-4] = event(type="content_block_delta", index=2, delta=delta)
+    del parts[-5]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(parts))
+        return response
+
+    rig.engine.handler = answer
+    status, _, text = await rig.post(MESSAGES, {**BODY, "stream": True})
+    assert (status, text) == (200, b"".join(parts))
+    assert rig.coordinator
+    (finished,) = await rig.coordinator.until(RequestFinished)
+    assert (finished.aborted, finished.prompt_token_count) == (False, 600)
+    if levels > 1000:
+        function = json.loads(finished.message)["tool_calls"][0]["function"]
+        assert function == {"name": "read", "arguments": "{}"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("levels", [900, 1200, 50_000])
+def test_a_whole_reply_may_be_as_deep(levels: int) -> None:
+    use = f'{{"type":"tool_use","id":"t","name":"n","input":{deep(levels)}}}'
+    text = f'{{"content":[{use}],"usage":{{"input_tokens":5}}}}'.encode()
+    assert MessagesReader().whole(text) == text
+
+
+async def test_a_reader_that_fails_fails_no_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    AnthropicEngine(rig)
+    monkeypatch.setattr(MessagesReader, "_say", broken)
+    status, _, text = await rig.post(MESSAGES, {**BODY, "stream": True})
+    assert (status, text) == (200, b"".join(message_events()))
+    assert rig.coordinator
+    (finished,) = await rig.coordinator.until(RequestFinished)
+    assert (finished.aborted, finished.message, finished.prompt_token_count) == (False, b"", 600)
+    assert "its reply could not be read" in caplog.text
+
+
+@pytest.mark.parametrize("text", [b"{}", b" { } ", b'{"a":{}}', b'{"content":[]}\n'])
+def test_a_reply_with_edits_reported_stays_json(text: bytes) -> None:
+    reply = json.loads(MessagesReader(b'{"applied_edits":[]}').whole(text))
+    assert reply == {**json.loads(text), "context_management": {"applied_edits": []}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_edits_are_applied_before_the_engine_sees_the_request(rig: Rig, stream: bool) -> None:
     AnthropicEngine(rig)
@@ -199,6 +264,27 @@ async def test_edits_that_do_not_apply_are_reported_as_none(rig: Rig) -> None:
     assert json.loads(rig.engine.requests[-1][2])["messages"] == history(5)
 
 
+async def test_an_engine_that_does_not_count_is_told_of_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    AnthropicEngine(rig).counts = False
+    edits = [{"type": USES, "trigger": {"type": "tool_uses", "value": 1}}]
+    body = {**BODY, "messages": history(5), "context_management": {"edits": edits}}
+    for _ in range(3):
+        await rig.post(MESSAGES, body)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "context edits were not applied"
+    ]
+
+
+@pytest.mark.parametrize("edits", [[], [{"type": USES, "trigger": {"type": "tool_uses", "value": 1}}]])
+async def test_the_question_for_chunk_hashes_does_not_reach_the_engine(rig: Rig, edits: list[Any]) -> None:
+    AnthropicEngine(rig)
+    body = {**BODY, "messages": history(5), "context_management": {"edits": edits}}
+    await rig.post(MESSAGES, {**body, "kv_transfer_params": {"chunk_hashes": True}})
+    assert not any(b"chunk_hashes" in raw for _, _, raw in rig.engine.requests)
+
+
 async def test_tokens_are_counted_as_they_would_be_after_the_edits(rig: Rig) -> None:
     AnthropicEngine(rig)
     count = f"{MESSAGES}/count_tokens"
@@ -213,6 +299,13 @@ async def test_tokens_are_counted_as_they_would_be_after_the_edits(rig: Rig) -> 
     after = json.loads(text)
     assert after["context_management"] == {"original_input_tokens": before["input_tokens"]}
     assert after["input_tokens"] < before["input_tokens"] - 1900
+    for below in ({"type": USES}, {"type": USES, "trigger": {"type": "tool_uses", "value": 5}}):
+        rig.engine.handler = only_counts
+        _, _, text = await rig.post(count, {**plain, "context_management": {"edits": [below]}})
+        assert json.loads(text) == {
+            "input_tokens": 7,
+            "context_management": {"original_input_tokens": 7},
+        }
     assert rig.coordinator
     assert not rig.coordinator.events
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpilot.gateway.reply import read_reply
 from kvpilot.gateway.request import TOKEN_IDS, USAGE
-from kvpilot.gateway.stream import StreamReader, join_deltas
+from kvpilot.gateway.stream import EventSplitter, StreamReader, join_deltas
 from tests.gateway.conftest import stream_events
 
 ASKED = stream_events({"return_token_ids": True, "stream_options": {"include_usage": True}})
@@ -49,6 +50,44 @@ def test_what_is_no_chunk_passes_byte_for_byte(data: bytes, cuts: list[int]) -> 
 @given(cuts)
 def test_a_stream_nothing_was_added_to_passes_byte_for_byte(cuts: list[int]) -> None:
     assert pass_through(b"".join(ASKED), cuts, frozenset()) == b"".join(ASKED)
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x", b"\n", b"\n\n\n", b"\r\n", b"\r", *ASKED[1:3]]), max_size=12), cuts
+)
+def test_odd_line_ends_pass_byte_for_byte(pieces: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(pieces)
+    for where in (cuts, []):
+        assert pass_through(data, where, frozenset()) == data
+    assert pass_through(b'data: {"id":1}\n\n\n', [], frozenset()) == b'data: {"id":1}\n\n\n'
+
+
+def test_events_are_cut_at_their_blank_lines_wherever_they_arrive_cut() -> None:
+    for newline in (b"\n", b"\r\n", b"\r"):
+        events = [event.replace(b"\n", newline) for event in (b"data: a\ndata: b\n\n", b": c\n\n", b"d\n\n")]
+        data = b"".join(events) + b"z"
+        for size in range(1, len(data) + 1):
+            splitter = EventSplitter()
+            parts = [data[at : at + size] for at in range(0, len(data), size)]
+            assert [event for part in parts for event in splitter.feed(part)] == events
+            assert splitter.rest() == b"z"
+
+
+def test_an_event_of_many_lines_costs_what_its_bytes_cost() -> None:
+    splitter, began = EventSplitter(), time.process_time()
+    for _ in range(80_000):
+        assert splitter.feed(b"data: line of a long event\n") == []
+    (event,) = splitter.feed(b"\n")
+    assert len(event) == 80_000 * 27 + 1
+    assert time.process_time() - began < 3, "each line has all that came before it read again"
+
+
+def test_what_no_message_can_be_made_of_is_no_message() -> None:
+    reader = StreamReader(frozenset())
+    sent = b'data: {"id":"c","choices":[{"index":0,"text":"\xff"}]}\n\n'
+    assert reader.feed(sent) + reader.close() == sent
+    reader.finish()
+    assert reader.facts.message == b""
 
 
 def test_lone_carriage_returns_end_events_too() -> None:

@@ -34,21 +34,8 @@ class ApiExchange(Exchange):
         headers = reply_headers(reply.headers, keep_length=False)
         await respond(send, reply.status, [*headers, *self._own_headers()], text)
 
-    async def _relay_stream(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
-        reader = self._reader
-        headers = [*reply_headers(reply.headers, keep_length=False), *self._own_headers()]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        try:
-            async for data in reply.chunks():
-                out = reader.feed(data)
-                if reader.has_output:
-                    self._output_seen()
-                if out:
-                    await send({"type": "http.response.body", "body": out, "more_body": True})
-            connection.release()
-            await send({"type": "http.response.body", "body": reader.close()})
-        finally:
-            reader.finish()
+    def _stream_reader(self) -> ApiReader:
+        return self._reader
 
     def _output_seen(self) -> None:
         """Note when output began; of a reply that takes long its prompt's length is told before its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import numpy as np
@@ -21,9 +22,11 @@ from kvpilot.gateway.headers import RawHeaders, header_text, reply_headers, requ
 from kvpilot.gateway.manage import own_headers, tell
 from kvpilot.gateway.reply import Facts, read_reply, with_chunk_hashes
 from kvpilot.gateway.request import TOKEN_IDS, Prepared, prepare
-from kvpilot.gateway.stream import StreamReader
+from kvpilot.gateway.stream import EventReader, StreamReader
 from kvpilot.gateway.tools import Tools
 from kvpilot.gateway.upstream import UpstreamReply
+
+log = logging.getLogger(__name__)
 
 LONG_REPLY_S = 0.5
 """Seconds of output after which the coordinator is told the prompt without waiting for the end."""
@@ -152,7 +155,7 @@ class Exchange:
         await respond(send, reply.status, [*headers, *self._own_headers()], text)
 
     async def _relay_stream(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
-        reader = StreamReader(self._request.added)
+        reader = self._stream_reader()
         self._facts = reader.facts
         headers = [*reply_headers(reply.headers, keep_length=False), *self._own_headers()]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
@@ -166,7 +169,18 @@ class Exchange:
             connection.release()
             await send({"type": "http.response.body", "body": reader.close()})
         finally:
-            self._facts.message = reader.message()
+            self._finish_reading(reader)
+
+    def _stream_reader(self) -> EventReader:
+        """Reads a streamed reply of the request as it was sent in the end."""
+        return StreamReader(self._request.added)
+
+    def _finish_reading(self, reader: EventReader) -> None:
+        """The client has its reply: what cannot be read of it is only not known."""
+        try:
+            reader.finish()
+        except Exception:
+            log.exception("request %s: its reply could not be read", self._call.id)
 
     async def _relay_raw(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
         await relay_raw(reply, send, connection, self._own_headers())

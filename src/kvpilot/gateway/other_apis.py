@@ -12,28 +12,16 @@ import msgspec
 
 from kvpilot.context import anthropic, responses
 from kvpilot.gateway.reply import Facts, PromptDetails, Usage
-from kvpilot.gateway.stream import EventSplitter, data_spans
+from kvpilot.gateway.stream import EventReader, EventSplitter, data_spans
 
 MESSAGES, RESPONSES = anthropic.PATH, responses.PATH
 
 
-class ApiReader(Protocol):
-    """One reply, whole or streamed. ``facts`` are complete when it has ended."""
-
-    facts: Facts
-    has_output: bool
+class ApiReader(EventReader, Protocol):
+    """One reply, whole or streamed."""
 
     def whole(self, text: bytes) -> bytes:
         """What goes on of a whole reply."""
-
-    def feed(self, data: bytes) -> bytes:
-        """What goes on of a stream's next bytes, cut anywhere."""
-
-    def close(self) -> bytes:
-        """What is left when the stream has ended."""
-
-    def finish(self) -> None:
-        """Puts the message together from what has arrived."""
 
 
 class _MessagesUsage(msgspec.Struct):
@@ -92,7 +80,7 @@ class _Block:
         if self.partial_json:
             try:
                 block["input"] = msgspec.json.decode("".join(self.partial_json))
-            except ValueError:
+            except (ValueError, RecursionError):
                 block["input"] = {}
         return block
 
@@ -164,15 +152,18 @@ class MessagesReader:
             self.facts.usage = message.usage.usage()
 
     def _say(self, content: list[dict[str, Any]]) -> None:
-        said = anthropic.chat_messages({"role": "assistant", "content": content})
-        self.facts.message = msgspec.json.encode(said[-1])
+        # What is nested too deeply for its decoder to have taken it may be too deep for an encoder.
+        with suppress(ValueError, RecursionError):
+            said = anthropic.chat_messages({"role": "assistant", "content": content})
+            self.facts.message = msgspec.json.encode(said[-1])
 
     def _managed(self, text: bytes) -> bytes:
         """A JSON object with ``context_management`` in it; an engine's own is not touched."""
         whole = text.rstrip()
         if not self._management or b'"context_management"' in text or not whole.endswith(b"}"):
             return text
-        return b"".join((whole[:-1], b',"context_management":', self._management, b"}"))
+        comma = b"" if whole[:-1].strip() == b"{" else b","
+        return b"".join((whole[:-1], comma, b'"context_management":', self._management, b"}"))
 
 
 class _InputDetails(msgspec.Struct):
@@ -236,7 +227,8 @@ class ResponsesReader:
     def _take(self, response: _Response) -> None:
         self.facts.finish_reason = response.status
         if said := [m for m in responses.chat_messages(response.output) if m.get("role") == "assistant"]:
-            self.facts.message = msgspec.json.encode(said[-1])
+            with suppress(ValueError, RecursionError):
+                self.facts.message = msgspec.json.encode(said[-1])
         if (usage := response.usage) is not None:
             details = usage.input_tokens_details
             self.facts.usage = Usage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -47,27 +47,44 @@ class PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
 _PLAIN_DELTAS = msgspec.json.Decoder(list[PlainDelta])
 
 
+class EventReader(Protocol):
+    """Reads one streamed reply on its way through. ``facts`` are complete after :meth:`finish`."""
+
+    facts: Facts
+    has_output: bool
+    """Whether output (text or token ids) has been seen."""
+
+    def feed(self, data: bytes) -> bytes:
+        """What goes on of the stream's next bytes, cut anywhere."""
+
+    def close(self) -> bytes:
+        """What is left when the engine has closed the stream."""
+
+    def finish(self) -> None:
+        """Put the message together from what has arrived, whether or not the stream came to its end."""
+
+
 class EventSplitter:
     """Cuts a stream into events, each with its closing blank line. Reads every byte once or twice, not more."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
+        self._tail = b""
+        """The last three bytes of what waits: a blank line may have begun there."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are complete now."""
-        if b"\n" not in data and b"\r" not in data and not (self._parts and self._parts[-1][-1:] in b"\r\n"):
-            # In the middle of a long event (the prompt's ids come as one).
-            self._parts.append(data)
-            return []
-        buffer = b"".join((*self._parts, data))
-        # A blank line may have begun up to three bytes before what is new.
-        search = max(0, len(buffer) - len(data) - 3)
+        tail, window = self._tail, self._tail + data
         events: list[bytes] = []
         start = 0
-        for end in self._ends(buffer, search):
-            events.append(buffer[start:end])
-            start = end
-        self._parts = [buffer[start:]] if start < len(buffer) else []
+        for end in self._ends(window):
+            cut = end - len(tail)
+            events.append(b"".join((*self._parts, data[start:cut])))
+            self._parts.clear()
+            start = cut
+        if start < len(data):
+            self._parts.append(data[start:] if start else data)
+        self._tail = (data[start:] if events else window)[-3:]
         return events
 
     @property
@@ -77,15 +94,16 @@ class EventSplitter:
     def rest(self) -> bytes:
         """What is left of an event that was never closed."""
         rest = b"".join(self._parts)
-        self._parts = []
+        self._parts, self._tail = [], b""
         return rest
 
     @staticmethod
-    def _ends(buffer: bytes, search: int) -> Iterator[int]:
+    def _ends(buffer: bytes) -> Iterator[int]:
         if b"\r" in buffer:
-            for match in _END.finditer(buffer, search):
+            for match in _END.finditer(buffer):
                 yield match.end()
             return
+        search = 0
         # Looking for one byte is a memchr, looking for two is a loop.
         while (at := buffer.find(b"\n", search)) >= 0:
             search = at + 1
@@ -150,7 +168,7 @@ class PromptIds:
 class StreamReader:
     """One streamed reply. ``feed`` takes bytes as they arrive, cut anywhere, and returns what goes on.
 
-    Facts accumulate in ``facts``, all of them once :meth:`message` was asked for the reply's message.
+    Facts accumulate in ``facts``; all of them are there after :meth:`finish`.
     """
 
     def __init__(self, added: frozenset[str]) -> None:
@@ -188,6 +206,13 @@ class StreamReader:
             self._event(rest, out)
         return b"".join((*out, self._release()))
 
+    def finish(self) -> None:
+        try:
+            self.facts.message = self.message()
+        except (ValueError, RecursionError):
+            # It is in no text (invalid UTF-8, say): then no message is told.
+            self.facts.message = b""
+
     def message(self) -> bytes:
         """The first choice's message as JSON (content, reasoning, tool calls joined from their deltas)."""
         self._read_chunks()
@@ -212,8 +237,11 @@ class StreamReader:
         end = len(data) if finished < 0 else max(start, data.rfind(b"\n", 0, finished) + 1)
         if not self._usual_chunks(data[start:end], out):
             end = start
-        for event in data[end:].split(b"\n\n")[:-1]:
+        *events, rest = data[end:].split(b"\n\n")
+        for event in events:
             self._event(event + b"\n\n", out)
+        if rest:
+            self._splitter.feed(rest)
 
     def _event(self, event: bytes, out: list[bytes]) -> None:
         """Read one event and add to ``out`` what goes on now."""
