@@ -17,32 +17,42 @@ MAX_FRAME = 1024 * 1024 * 1024
 
 
 class EventSender(asyncio.Protocol):
-    """One connection to the coordinator. ``on_change`` is called when it can take frames again, and when it is lost."""
+    """One connection to the coordinator. ``on_ready`` is called when it can take frames again, ``on_lost`` when it ends
+    with a frame that had not left the process whole. What the kernel had taken and the coordinator had not is lost
+    with the connection and not told: nobody knows of it.
+    """
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self, on_ready: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        self._on_ready = on_ready
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self.ready = False
-        """Whether :meth:`send` may be called now."""
+        self._paused = False
+        self._under_way = False
+        """The transport has a frame, or a part of one, that the kernel has not."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         # A frame is handed over when the one before has left the process: what waits, waits where it is counted.
         self._transport.set_write_buffer_limits(high=0)
         transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, _SEND_BUFFER)
-        self.ready = True
 
     def pause_writing(self) -> None:
-        self.ready = False
+        self._paused = True
 
     def resume_writing(self) -> None:
-        self.ready = True
-        self._on_change()
+        self._paused = self._under_way = False
+        self._on_ready()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.ready = False
+        lost, self._paused, self._under_way = self._under_way, False, False
         self._transport = None
-        self._on_change()
+        if lost:
+            self._on_lost()
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`send` may be called now."""
+        return self._transport is not None and not self._paused and not self._transport.is_closing()
 
     @property
     def connected(self) -> bool:
@@ -51,6 +61,8 @@ class EventSender(asyncio.Protocol):
     def send(self, frame: bytes) -> None:
         assert self._transport is not None
         self._transport.writelines((_LENGTH.pack(len(frame)), frame))
+        # A transport that is closing now was not before: it could not write.
+        self._under_way = self._paused or self._transport.is_closing()
 
     def close(self) -> None:
         if self._transport is not None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from socket import AF_UNIX, SOCK_STREAM, socket
+
+import pytest
+import uvloop
 
 from kvpilot.event_wire import EventReceiver, EventSender
 
 SIZES = [1, 5, 70_000, 3, 400_000, 1, 20_000_000, 2]
+
+
+def nothing() -> None: ...
 
 
 async def connect(path: Path, sender: EventSender) -> None:
@@ -35,7 +43,7 @@ async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
         while waiting and sender.ready:
             sender.send(waiting.pop(0))
 
-    sender = EventSender(flush)
+    sender = EventSender(flush, nothing)
     await connect(tmp_path / "events", sender)
     flush()
     assert waiting, "what the other end has not taken must wait where it is counted"
@@ -49,7 +57,7 @@ async def test_what_is_no_frame_ends_its_own_connection_only(tmp_path: Path) -> 
     taken: list[bytearray] = []
     receiver = EventReceiver(tmp_path / "events", taken.append)
     await receiver.start()
-    sender = EventSender(lambda: None)
+    sender = EventSender(nothing, nothing)
     await connect(tmp_path / "events", sender)
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "events"))
     writer.write(b"\xff" * 100)
@@ -70,9 +78,38 @@ async def test_a_receiver_takes_the_place_of_one_that_was_killed(tmp_path: Path)
     taken: list[bytearray] = []
     receiver = EventReceiver(tmp_path / "events", taken.append)
     await receiver.start()
-    sender = EventSender(lambda: None)
+    sender = EventSender(nothing, nothing)
     await connect(tmp_path / "events", sender)
     sender.send(b"hello")
     await until(lambda: taken == [b"hello"])
     sender.close()
     receiver.stop()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("size", [10, 20_000_000])
+def test_a_frame_that_is_cut_off_is_told(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], size: int
+) -> None:
+    """A large one is half written when the other end goes, a small one finds it gone."""
+
+    async def cut_off() -> tuple[int, bool]:
+        with socket(AF_UNIX, SOCK_STREAM) as listener:
+            listener.bind(str(tmp_path / "events"))
+            listener.listen()
+            lost = count()
+            sender = EventSender(nothing, lambda: next(lost))
+            await connect(tmp_path / "events", sender)
+            other, _ = listener.accept()
+            if size > 10:
+                sender.send(bytes(size))
+                other.close()
+            else:
+                other.close()
+                sender.send(bytes(size))
+            ready = sender.ready
+            await until(lambda: not sender.connected)
+            return next(lost), ready
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(cut_off()) == (1, False)

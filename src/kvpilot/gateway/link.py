@@ -33,7 +33,7 @@ class GatewayLink:
         self._limit = config.gateway.event_queue
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._sender = EventSender(self._flush)
+        self._sender = EventSender(self._flush, self._lost)
         self._replies: dict[bytes, asyncio.Future[CommandReply]] = {}
         self._numbers = count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,6 +81,11 @@ class GatewayLink:
             frame = self._waiting.popleft()
             self._waiting_bytes -= len(frame)
             self._send(frame)
+
+    def _lost(self) -> None:
+        """A frame was under way when the coordinator went."""
+        self.sent -= 1
+        self.shed += 1
 
     def _send(self, frame: bytes) -> None:
         self._sender.send(frame)

@@ -37,7 +37,10 @@ class Metrics:
         ).labels(self._worker)
         self.in_flight = self._gauge(f"{prefix}_in_flight", "Requests being forwarded")
         self._sent = self._gauge(f"{prefix}_events_sent", "Events the coordinator took")
-        self._shed = self._gauge(f"{prefix}_events_shed", "Events given up because the queue was full")
+        self._shed = self._gauge(
+            f"{prefix}_events_shed",
+            "Events given up: the queue was full, or cut off as the coordinator went",
+        )
         self._queued = self._gauge(f"{prefix}_events_queued", "Events waiting for the coordinator")
         self._sent.set_function(lambda: link.sent)
         self._shed.set_function(lambda: link.shed)
