@@ -134,6 +134,7 @@ async def test_the_story_of_a_messages_request(rig: Rig, stream: bool) -> None:
     assert json.loads(finished.message) == CHAT_REPLY
     counts = finished.prompt_token_count, finished.cached_token_count, finished.completion_token_count
     assert counts == (600, 512, 7)
+    assert (finished.prompt_ids, finished.output_ids) == (b"", b"")
     assert bool(finished.first_token_at) == stream
 
 

@@ -209,7 +209,9 @@ class Exchange:
         return [value.hex() for value in self._tools.hasher.hashes(tokens)]
 
     def _output_ids(self) -> bytes:
-        return b"[" + b",".join(ids[1:-1] for ids in self._facts.output_ids if len(ids) > 2) + b"]"
+        """All of them as one JSON list; empty when the engine told none."""
+        told = [ids[1:-1] for ids in self._facts.output_ids if len(ids) > 2]
+        return b"[" + b",".join(told) + b"]" if told else b""
 
 
 async def relay_raw(
