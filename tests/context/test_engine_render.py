@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.context.engine_render import EngineRenderer, EngineRenderError
+from kvpilot.context.engine_render import EngineRefusedError, EngineRenderer, EngineRenderError
 from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages
 from kvpilot.domain import TokenArray
 from kvpilot.stack.launch import Endpoints
@@ -27,6 +27,7 @@ class FakeEngine:
         self.chat = chat
         self.delay_s = 0.0
         self.asked = 0
+        self.status = 200
         self.url = ""
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -34,7 +35,7 @@ class FakeEngine:
         await asyncio.sleep(self.delay_s)
         body = await request.json()
         text = self.chat.text(body, generation=body["add_generation_prompt"])
-        return web.json_response({"tokens": self.chat.encode(text).tolist()})
+        return web.json_response({"tokens": self.chat.encode(text).tolist()}, status=self.status)
 
 
 @pytest.fixture
@@ -183,3 +184,13 @@ async def test_the_engine_tells_a_chats_tokens(engine: FakeEngine, renderer: Eng
         with pytest.raises(EngineRenderError):
             await gone.prompt(AGENT)
         await gone.close()
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, EngineRefusedError), (503, EngineRenderError)])
+async def test_a_refusal_is_told_from_an_engine_that_is_away(
+    engine: FakeEngine, renderer: EngineRenderer, status: int, error: type[EngineRenderError]
+) -> None:
+    engine.status = status
+    with pytest.raises(EngineRenderError) as caught:
+        await renderer.prompt(AGENT)
+    assert caught.type is error

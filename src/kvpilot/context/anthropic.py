@@ -35,12 +35,12 @@ def chat_body(body: Json) -> dict[str, Any]:
 
 
 def system_first(chat: Json) -> dict[str, Any] | None:
-    """``chat`` as vLLM makes it for templates that take system messages only at the beginning: all in one; None
-    when that changes nothing."""
+    """A ``chat_body`` as vLLM makes it for templates that take system messages only at the beginning: all in one;
+    None when that changes nothing. Other APIs' chats have no such second rendering."""
     system = [m for m in chat["messages"] if m["role"] == "system"]
     if system == chat["messages"][: len(system)]:
         return None
-    text = "".join(str(message["content"]) for message in system)
+    text = "".join(message["content"] for message in system)
     rest = [m for m in chat["messages"] if m["role"] != "system"]
     return {**chat, "messages": [{"role": "system", "content": text}, *rest]}
 

@@ -31,6 +31,10 @@ class EngineRenderError(RuntimeError):
     """The engine did not answer in time or refused."""
 
 
+class EngineRefusedError(EngineRenderError):
+    """The engine does not render this chat: asking again is in vain."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
     """Token ends of the messages; ``inexact``: how many of them only mark where the renderings part."""
@@ -55,12 +59,16 @@ class EngineRenderer:
             await self._session.close()
 
     async def prompt(self, body: Mapping[str, Any]) -> TokenArray:
-        """The tokens of a chat request. Raises EngineRenderError when the engine does not answer or refuses."""
+        """The tokens of a chat request. Raises EngineRefusedError when the engine says that it cannot be rendered,
+        EngineRenderError when it does not answer."""
         try:
             async with asyncio.timeout(PROMPT_S):
                 return await self._tokenize(body, body["messages"], body.get("tools"), generation=True)
         except TimeoutError:
             raise EngineRenderError(f"no answer from {self._url} in {PROMPT_S} s") from None
+        except aiohttp.ClientResponseError as error:
+            refused = error.status in (400, 422)
+            raise (EngineRefusedError if refused else EngineRenderError)(f"{self._url}: {error}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineRenderError(f"{self._url}: {error}") from None
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
 from kvpilot.context import anthropic, responses
 from kvpilot.context.conversation import Body, decode_body
-from kvpilot.context.engine_render import EngineRenderError
+from kvpilot.context.engine_render import EngineRefusedError, EngineRenderError
 from kvpilot.coordinator.mapper import Mapped
 from kvpilot.domain import TokenArray
 
@@ -30,8 +31,9 @@ MAX_OPEN = 1000
 
 
 class Asker:
-    """``render`` gives a chat's tokens or raises EngineRenderError; ``tell`` is called once for every request
-    that was begun, with its tokens or with None; ``patience_s`` bounds the wait for a request's end."""
+    """``render`` gives a chat's tokens or raises EngineRenderError (EngineRefusedError where it never will); ``tell``
+    is called once for every request that was begun, whatever happens, with its tokens or with None;
+    ``patience_s`` bounds the wait for a request's end."""
 
     def __init__(
         self,
@@ -47,13 +49,18 @@ class Asker:
         self._tasks: set[asyncio.Task[None]] = set()
         self.outcomes: Counter[str] = Counter()
 
-    def begin(self, request_id: str, body: Body) -> None:
+    def begin(self, request_id: str, path: str, chat: Body) -> None:
+        """Ask for the tokens of a request that came by the API ``path`` and amounts to ``chat``."""
         if len(self._counts) >= MAX_OPEN:
             self.outcomes["shed"] += 1
             self._tell(request_id, None)
             return
         self._counts[request_id] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._ask(request_id, body))
+        self.start(self._ask(request_id, path, chat))
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what asks; :meth:`close` ends it."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -63,30 +70,36 @@ class Asker:
         if future is not None and not future.done():
             future.set_result(count)
 
-    async def _ask(self, request_id: str, body: Body) -> None:
-        tokens: TokenArray | None = None
-        outcome = "not answered"
+    async def _ask(self, request_id: str, path: str, chat: Body) -> None:
+        tokens, outcome = None, "not answered"
         try:
-            await asyncio.sleep(ASK_AFTER_S)
-            async with self._turn:
-                found = await self._rendered(body)
-            async with asyncio.timeout(self._patience_s):
-                count = await self._counts[request_id]
-            if len(found) == count:
-                tokens, outcome = found, "mapped"
-            elif not count:
-                outcome = "not counted"
-            else:
-                outcome = "other length"
-                log.info(
-                    "%s: /tokenize gives %d tokens, the engine counted %d", request_id, len(found), count
-                )
+            tokens, outcome = await self._compared(self._counts[request_id], path, chat)
         except (EngineRenderError, TimeoutError) as error:
-            log.info("%s: its tokens are not known: %s", request_id, error)
+            log.debug("%s: its tokens are not known: %s", request_id, error)
+        except Exception:
+            # A request that nobody answers for would be waited for for ever.
+            log.exception("%s: asking for its tokens failed", request_id)
         finally:
             del self._counts[request_id]
         self.outcomes[outcome] += 1
         self._tell(request_id, tokens)
+
+    async def _compared(
+        self, counted: asyncio.Future[int], path: str, chat: Body
+    ) -> tuple[TokenArray | None, str]:
+        """The tokens, when they are as many as the engine counted, and what came of it."""
+        await asyncio.sleep(ASK_AFTER_S)
+        if not _in_vain(counted):
+            async with self._turn:
+                found = None if _in_vain(counted) else await self._rendered(path, chat)
+            async with asyncio.timeout(self._patience_s):
+                count = await counted
+            if found is not None and len(found) == count:
+                return found, "mapped"
+            if found is not None and count:
+                log.debug("/tokenize gives %d tokens, the engine counted %d", len(found), count)
+                return None, "other length"
+        return None, "not counted"
 
     async def with_reply(self, mapped: Mapped, chunk_size: int) -> TokenArray | None:
         """The context of a mapped request with its reply, as the next request will render it; None when the reply
@@ -100,18 +113,18 @@ class Asker:
         try:
             async with self._turn:
                 found = await self._rendered(
-                    {**mapped.body, "messages": messages, "add_generation_prompt": False}
+                    mapped.path, {**mapped.body, "messages": messages, "add_generation_prompt": False}
                 )
         except EngineRenderError:
             return None
         goes_on = len(found) >= end and np.array_equal(found[: len(prompt)], prompt)
         return found[:end] if goes_on else None
 
-    async def _rendered(self, body: Body) -> TokenArray:
+    async def _rendered(self, path: str, chat: Body) -> TokenArray:
         try:
-            return await self._render(body)
-        except EngineRenderError:
-            if (other := anthropic.system_first(body)) is None:
+            return await self._render(chat)
+        except EngineRefusedError:
+            if path != anthropic.PATH or (other := anthropic.system_first(chat)) is None:
                 raise
             return await self._render(other)
 
@@ -119,3 +132,8 @@ class Asker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _in_vain(counted: asyncio.Future[int]) -> bool:
+    """Whether the request ended without a count (it was refused, or its client went): there is nothing to map."""
+    return counted.done() and not counted.cancelled() and counted.result() == 0

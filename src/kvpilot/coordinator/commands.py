@@ -37,6 +37,11 @@ class Target:
     cut: int | None = None
 
     @property
+    def turns(self) -> list[int]:
+        """How many requests each session had: others later mean that they went on."""
+        return [session.turns for session in self.sessions]
+
+    @property
     def gives_up(self) -> bool:
         return self.whole or self.cut is not None
 
@@ -74,15 +79,20 @@ class Resolver:
     def tree(self, session: Session) -> Target:
         sessions = self._book.tree(session, named=True)
         threads = [
-            t for s in sessions for t in s.threads.values() if t.owner in self._references or t.leftover
+            t
+            for s in sessions
+            for t in s.threads.values()
+            if t.owner in self._references or t.leftover or t.unsettled
         ]
         threads.sort(key=lambda t: -t.last_seen)
-        works = [
-            Work(t.space, tuple(self._references.chunks(t.owner)), t.owner)
-            for t in threads
-            if t.owner in self._references
-        ]
+        works = [self.context(t) for t in threads if t.owner in self._references]
         return Target(sessions, threads, works, whole=True)
+
+    def context(self, thread: Thread) -> Work:
+        """All the thread holds now; no chunks when it holds nothing."""
+        held = thread.owner in self._references
+        chunks = self._references.chunks(thread.owner) if held else ()
+        return Work(thread.space, tuple(chunks), thread.owner)
 
     def _chunks(self, command: Command, space: Space) -> Target:
         """Hashes a client names, in its own tenant's spaces only. Their order is not to be trusted: the

@@ -38,6 +38,7 @@ class Pending:
     """A request under way."""
 
     started: Started
+    path: str
     body: Body
     hashes: Sequence[bytes]
     at: float
@@ -45,7 +46,9 @@ class Pending:
     """Which of its thread's requests it is."""
     prompt: TokenArray | None = None
     asked: bool = False
-    """Its tokens are asked from the engine, as the reply does not tell them."""
+    """Its tokens were asked from the engine, as the reply does not tell them: once is enough."""
+    awaited: bool = False
+    """They were, and the answer is still to come."""
     ended: RequestFinished | None = None
     """How it ended, while its tokens are still awaited."""
 
@@ -67,6 +70,8 @@ class Mapped:
 
     session: Session
     thread: Thread
+    path: str
+    """By which API the request came."""
     body: Body
     hashes: Sequence[bytes]
     prompt: TokenArray
@@ -131,7 +136,9 @@ class Mapper:
         if started.pause is not None:
             self._learn(started.session, started.pause)
         self.stats.changes[started.change.value] += 1
-        self._pending[event.request_id] = Pending(started, body, hashes, event.at, started.thread.turns)
+        self._pending[event.request_id] = Pending(
+            started, event.path, body, hashes, event.at, started.thread.turns
+        )
         if started.change is Change.NEW:
             self._borrow_head(started.thread)
         return started
@@ -157,14 +164,14 @@ class Mapper:
             return None
         return self._move(pending, pending.prompt, None, b"")
 
-    def ask(self, request_id: str) -> Body | None:
-        """The chat request of a running request whose tokens are going to be asked from the engine; None when
-        it is no chat, or they are known or asked for already."""
+    def ask(self, request_id: str) -> Pending | None:
+        """A running request whose tokens are going to be asked from the engine; None when it is no chat, or they
+        are known or were asked for already."""
         pending = self._pending.get(request_id)
         if pending is None or pending.asked or pending.prompt is not None or not pending.body.get("messages"):
             return None
-        pending.asked = True
-        return pending.body
+        pending.asked = pending.awaited = True
+        return pending
 
     def on_answer(self, request_id: str, prompt: TokenArray | None) -> Mapped | None:
         """What the engine said about a request that was asked for; None when it said nothing to rely on."""
@@ -172,9 +179,12 @@ class Mapper:
         pending = late or self._pending.get(request_id)
         if pending is None:
             return None
-        pending.asked, pending.prompt = False, prompt
+        pending.awaited = False
+        if late is not None:
+            late.started.thread.awaited -= 1
         if prompt is None:
             return None
+        pending.prompt = prompt
         if pending.ended is not None:
             return self._map_end(pending, pending.ended)
         if pending.turn < pending.started.thread.mapped_turn:
@@ -202,9 +212,10 @@ class Mapper:
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
-            if pending.asked and event.prompt_token_count:
+            if pending.awaited and event.prompt_token_count:
                 pending.ended = event
                 self._late[event.request_id] = pending
+                thread.awaited += 1
             return None
         return self._map_end(pending, event)
 
@@ -280,8 +291,8 @@ class Mapper:
         started = pending.started
         thread = started.thread
         thread.mapped_turn = pending.turn
-        if started.session.key not in self.book.sessions:
-            # Ended and forgotten while this request ran: its context has no live holder any more.
+        if self.book.thread(thread.owner) is not thread:
+            # Forgotten while this request ran or its tokens were awaited: its context has no live holder any more.
             self.references.set(thread.owner, thread.space, tokens)
             released = self.references.drop(thread.owner)
         else:
@@ -290,6 +301,7 @@ class Mapper:
         return Mapped(
             session=started.session,
             thread=thread,
+            path=pending.path,
             body=pending.body,
             hashes=pending.hashes,
             prompt=pending.prompt,

@@ -6,6 +6,7 @@ and starts nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from kvpilot.ingest.residency import Residency
 from kvpilot.sessions.book import Session, SessionBook, Thread
 from kvpilot.sessions.references import ReferenceTable
 
+log = logging.getLogger(__name__)
+
 SIGNAL_ACTIONS: dict[SignalKind, ActionKind] = {
     SignalKind.END: ActionKind.EVICT,
     SignalKind.SUSPEND: ActionKind.DEMOTE,
@@ -52,6 +55,9 @@ SIGNAL_ACTIONS: dict[SignalKind, ActionKind] = {
     SignalKind.TOOL_FINISHED: ActionKind.PREFETCH,
 }
 
+
+UNSETTLED = "a request of the session is running, or its tokens are still asked for"
+WENT_ON = "the session went on before its running request had ended"
 
 TREE_SIGNALS = (SignalKind.END, SignalKind.SUSPEND, SignalKind.RESUME)
 """What is true of a session's children too when it is said of the session."""
@@ -137,13 +143,13 @@ class CoordinatorService:
                 self._ask(event.request_id)  # an engine that does not tell them on chat completions either
             self._counted(event)
             mapped = self._mapped(self.mapper.on_finished(event))
-            self.tasks.request_ended.set()
+            self.tasks.settled.set()
             return mapped
         return self._signalled(event)
 
     def _ask(self, request_id: str) -> None:
-        if self.asker is not None and (body := self.mapper.ask(request_id)) is not None:
-            self.asker.begin(request_id, body)
+        if self.asker is not None and (pending := self.mapper.ask(request_id)) is not None:
+            self.asker.begin(request_id, pending.path, pending.body)
 
     def _counted(self, event: PromptKnown | RequestFinished) -> None:
         if self.asker is not None and (event.prompt_token_count or isinstance(event, RequestFinished)):
@@ -152,30 +158,49 @@ class CoordinatorService:
     def _answered(self, request_id: str, prompt: TokenArray | None) -> None:
         self.tasks.changed.set()
         self._mapped(self.mapper.on_answer(request_id, prompt))
+        self.tasks.settled.set()
 
-    async def _extend(self, asker: Asker, mapped: Mapped) -> None:
+    async def _ask_reply(self, asker: Asker, mapped: Mapped) -> None:
         """Let the thread hold its reply, too, whose tokens nobody told."""
-        thread, turn = mapped.thread, mapped.thread.mapped_turn
-        tokens = await asker.with_reply(mapped, self.backend.chunk_size)
-        if tokens is None or thread.mapped_turn != turn or thread.owner not in self.references:
+        turn = mapped.thread.mapped_turn
+        try:
+            tokens = await asker.with_reply(mapped, self.backend.chunk_size)
+            if tokens is not None and mapped.thread.mapped_turn == turn:
+                self._extend(mapped, tokens)
+        except Exception:
+            log.exception("asking for a reply's tokens failed")
+        finally:
+            mapped.thread.awaited -= 1
+            self.tasks.settled.set()
+
+    def _extend(self, mapped: Mapped, tokens: TokenArray) -> None:
+        thread = mapped.thread
+        if thread.owner not in self.references:
             return
         if len(self.references.tokens(thread.owner)) == len(mapped.prompt):
             self.references.set(thread.owner, thread.space, tokens)
             self.residency.learn_context(thread.space, self.references.chunks(thread.owner))
             self.on_session(mapped.session)
+            self.tasks.changed.set()
 
     def _mapped(self, mapped: Mapped | None) -> list[ActionRecord]:
         if mapped is None:
             return []
-        self.segments.put(mapped)
-        self.on_session(mapped.session)
-        if mapped.thread.owner in self.references:
-            # So that the cache layer's events, which name chunks in short, are understood at once.
-            self.residency.learn_context(mapped.thread.space, self.references.chunks(mapped.thread.owner))
-        if self.asker is not None and mapped.reply and mapped.output is not None and not len(mapped.output):
-            self.tasks.start(self._extend(self.asker, mapped), [])
-        dead = list(reversed(mapped.released.chunks))
         thread = mapped.thread
+        if thread.owner in self.references:  # else it was forgotten meanwhile, and stays so
+            self.segments.put(mapped)
+            self.on_session(mapped.session)
+            # So that the cache layer's events, which name chunks in short, are understood at once.
+            self.residency.learn_context(thread.space, self.references.chunks(thread.owner))
+            if (
+                self.asker is not None
+                and mapped.reply
+                and mapped.output is not None
+                and not len(mapped.output)
+            ):
+                thread.awaited += 1
+                self.asker.start(self._ask_reply(self.asker, mapped))
+        dead = list(reversed(mapped.released.chunks))
         dead += self._take_leftover(thread)
         return self._evict_dead(mapped.session, mapped.released.space, dead, "supersession")
 
@@ -247,18 +272,17 @@ class CoordinatorService:
     ) -> list[ActionRecord]:
         if self.mode != "kvpilot":
             if kind is ActionKind.EVICT and target.whole:
-                self._let_go(target.threads)
+                self.tasks.start(self._let_go(target, target.turns), [])
             reason = "passive mode: kvpilot observes only"
             return [self._final(kind, tenant, session, source, OutcomeStatus.REJECTED, reason)]
         if kind is ActionKind.EVICT:
             return [self._begin_evict(tenant, session, source, target)]
         works = [work for work in target.works if work.chunks]
-        if not works:
-            return [self._final(kind, tenant, session, source, OutcomeStatus.DONE, "nothing held")]
         if kind is ActionKind.PREFETCH:
-            return [self.begin_prefetch(work, tenant, session, source) for work in works]
-        group = frozenset(work.owner for work in works if work.owner is not None)
-        return [self.begin_demote(work, tenant, session, source, group=group) for work in disjoint(works)]
+            records = [self.begin_prefetch(work, tenant, session, source) for work in works]
+        else:
+            records = self._begin_demotes(works, tenant, session, source, target)
+        return records or [self._final(kind, tenant, session, source, OutcomeStatus.DONE, "nothing held")]
 
     # ------------------------------------------------------------ evict
 
@@ -269,7 +293,7 @@ class CoordinatorService:
         owners = [thread.owner for thread in target.threads] if target.gives_up else []
         planned = evictable(self.references, target.works, owners)
         asked = len({chunk for work in target.works for chunk in work.chunks})
-        running = any(thread.in_flight for thread in target.threads)
+        unsettled = any(thread.unsettled for thread in target.threads)
         record = self._open(
             ActionKind.EVICT,
             tenant,
@@ -277,21 +301,17 @@ class CoordinatorService:
             source,
             planned,
             skipped=asked - planned,
-            status=OutcomeStatus.DEFERRED if running else OutcomeStatus.ACCEPTED,
-            reason="a request of the session is running" if running else "",
+            status=OutcomeStatus.DEFERRED if unsettled else OutcomeStatus.ACCEPTED,
+            reason=UNSETTLED if unsettled else "",
             work=target.works[0] if target.works else None,
         )
-        turns = [session.turns for session in target.sessions]
-        self.tasks.start(self._evict(record, target, turns), [t.owner for t in target.threads])
+        self.tasks.start(self._evict(record, target, target.turns), [t.owner for t in target.threads])
         return record
 
     async def _evict(self, record: ActionRecord, target: Target, turns: Sequence[int]) -> None:
         await self.tasks.drained(target.threads)
-        if list(turns) != [session.turns for session in target.sessions]:
-            reason = "the session went on before its running request had ended"
-            self.actions.update(
-                record.id, status=OutcomeStatus.REJECTED, reason=reason, finished_at=self.clock()
-            )
+        if turns != target.turns:
+            self._abandon(record, OutcomeStatus.REJECTED, WENT_ON)
             return
         if target.whole:
             self._announce(ActionKind.EVICT, target.sessions)
@@ -313,12 +333,13 @@ class CoordinatorService:
             )
             await self.executor.evict(more.id, work)
 
-    def _let_go(self, threads: Iterable[Thread]) -> None:
+    async def _let_go(self, target: Target, turns: Sequence[int]) -> None:
         """What has ended holds nothing, also where nothing is done about it."""
-        for thread in threads:
-            if thread.owner in self.references and not thread.in_flight:
+        await self.tasks.drained(target.threads)
+        for thread in target.threads if turns == target.turns else ():
+            if thread.owner in self.references:
                 self.references.drop(thread.owner)
-                thread.leftover = []
+            thread.leftover = []
 
     def _leftover(self, thread: Thread) -> list[bytes]:
         """What range edits left behind their cut and nobody holds, tail first."""
@@ -353,6 +374,58 @@ class CoordinatorService:
         return [record]
 
     # ------------------------------------------------------------ demote and prefetch
+
+    def _begin_demotes(
+        self, works: Sequence[Work], tenant: str, session: str | None, source: str, target: Target
+    ) -> list[ActionRecord]:
+        """Demote now what has settled, and of a whole session the rest when it has, with what it holds then."""
+        late = {t.owner: t for t in target.threads if target.whole and t.unsettled}
+        group = frozenset([*(work.owner for work in works if work.owner is not None), *late])
+        now = [work for work in disjoint(works) if work.owner not in late]
+        records = [self.begin_demote(work, tenant, session, source, group=group) for work in now]
+        for thread in late.values():
+            work = self.resolver.context(thread)
+            planned = len(exclusively_held(self.references, work, group))
+            record = self._open(
+                ActionKind.DEMOTE,
+                tenant,
+                session,
+                source,
+                planned,
+                status=OutcomeStatus.DEFERRED,
+                reason=UNSETTLED,
+                work=work,
+            )
+            owner = self.book.sessions[thread.session]
+            demote = self._demote_late(record, thread, group, owner, (owner.turns, owner.state))
+            self.tasks.start(demote, [thread.owner])
+            records.append(record)
+        return records
+
+    async def _demote_late(
+        self,
+        record: ActionRecord,
+        thread: Thread,
+        group: Collection[str],
+        session: Session,
+        before: tuple[int, SessionState],
+    ) -> None:
+        await self.tasks.drained([thread])
+        turns, state = before
+        resumed = state is SessionState.SUSPENDED and session.state is not state
+        if session.turns != turns or resumed:
+            self._abandon(record, OutcomeStatus.REJECTED, WENT_ON)
+            return
+        if session.state is not SessionState.SUSPENDED:
+            self._announce(ActionKind.DEMOTE, [session])
+        held = self.resolver.context(thread)
+        exclusive = exclusively_held(self.references, held, group)
+        if not exclusive:
+            why = "other live sessions use it" if held.chunks else "nothing held"
+            self._abandon(record, OutcomeStatus.DONE, why)
+            return
+        self.actions.update(record.id, planned=len(exclusive), skipped=len(held.chunks) - len(exclusive))
+        await self.executor.demote(record.id, Work(held.space, exclusive, thread.owner))
 
     def begin_demote(
         self,

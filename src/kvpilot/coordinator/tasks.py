@@ -18,11 +18,12 @@ DRAIN_TIMEOUT_S = 600.0
 
 
 class ActionTasks:
-    """``changed`` is set when anything happened that may call for a new plan."""
+    """``changed`` is set when anything happened that may call for a new plan; ``settled`` when a thread may have
+    become what :meth:`drained` waits for."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        self.request_ended = asyncio.Event()
+        self.settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: dict[str, int] = {}
 
@@ -55,12 +56,12 @@ class ActionTasks:
         return owner in self._busy
 
     async def drained(self, threads: Sequence[Thread]) -> None:
-        """Waits until none of the threads has a request running (bounded)."""
+        """Waits until no request of the threads runs and the tokens of all that ended are known (bounded)."""
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while any(thread.in_flight for thread in threads) and time.monotonic() < deadline:
-            self.request_ended.clear()
+        while any(thread.unsettled for thread in threads) and time.monotonic() < deadline:
+            self.settled.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.request_ended.wait(), 1.0)
+                await asyncio.wait_for(self.settled.wait(), 1.0)
 
     async def close(self) -> None:
         tasks = list(self._tasks)

@@ -262,7 +262,7 @@ class SessionBook:
     def surplus(self, session: Session) -> list[Thread]:
         """Forget the session's longest idle threads beyond ``MAX_THREADS``, and return them: an id that is used
         for everything names no session."""
-        idle = [t for t in session.threads.values() if not t.in_flight]
+        idle = [t for t in session.threads.values() if not t.unsettled]
         surplus = sorted(idle, key=lambda t: t.last_seen)[: max(0, len(session.threads) - MAX_THREADS)]
         for thread in surplus:
             self._forget(thread)

@@ -35,6 +35,8 @@ class Thread:
     head: int = 0
     """How many leading entries of ``hashes`` are tools and system messages; 0 when there are neither."""
     in_flight: int = 0
+    awaited: int = 0
+    """How many tellings of its tokens are still to come, of requests that ended."""
     turns: int = 0
     last_seen: float = 0.0
     prompt_ends: list[int] = field(default_factory=list)
@@ -57,6 +59,11 @@ class Thread:
     keep_until: float = 0.0
     priority: int = 0
     """What a client last wished for this context: a bias where room is made, gone after a restart."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether its context is still going to move: a request runs, or the tokens of one are still to come."""
+        return self.in_flight > 0 or self.awaited > 0
 
     def retain(self, wish: Retention, now: float) -> None:
         """Take a wish to be kept; it replaces an earlier one."""
