@@ -429,6 +429,9 @@ async def test_conversations_beyond_the_bound_hold_nothing_when_their_tokens_com
     engine.free.set()
     await until(lambda: world.service.mapper.stats.mapped == MAX_THREADS + 10)
     await settled()
+    assert len(world.service.references.owners()) == MAX_THREADS + 10, (
+        "nothing is forgotten before it is known"
+    )
     await agent.turn([user("one more")])
     references, session = world.service.references, world.service.book.get("default", "A")
     assert session is not None
@@ -484,7 +487,7 @@ async def test_a_chat_is_never_taken_for_another_that_has_its_length(refused: bo
 
     world = World(render=fail)
     agent = Agent(world)
-    messages = [user("hi"), {"role": "system"}, user("more")]
+    messages = [user("hi"), {"role": "system", "content": "be brief"}, user("more")]
     agent.finish(world.start(messages, "A") if refused else agent.start(messages), 9)
     await settled()
     assert len(asked) == 1
