@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from tests.hints.conformance.seeds import PATH, seeds
 from typer.testing import CliRunner
 
 from kvpilot.bench.fuzz import run
-from kvpilot.bench.fuzz.cases import Case, Cases, load_seeds
+from kvpilot.bench.fuzz.cases import CHAT, Case, Cases, load_seeds
 from kvpilot.bench.fuzz.engine import Received, answer
 from kvpilot.bench.fuzz.rules import Outcome, wrong, wrong_body
 from kvpilot.bench.fuzz.run import FuzzOptions, play_one, run_fuzz
 from kvpilot.cli import app
 from kvpilot.coordinator.service import CoordinatorService
+from kvpilot.gateway.stream import StreamReader
 
 
 def test_the_seeds_are_the_conformance_table() -> None:
@@ -33,7 +35,29 @@ def test_some_thousand_requests_do_no_harm() -> None:
     assert outcomes["read, to the engine"] > 700
     assert document["events"] > 600
     assert {"evict accepted", "demote accepted", "prefetch missing"} <= document["actions"].keys()
+    assert document["asked"]["mapped"] > 50
     assert [len(job) for job in document["rss_mb"]] == [11]
+
+
+def test_replies_are_read_in_the_fast_way_and_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[bool] = Counter()
+    usual = StreamReader._usual_chunks
+
+    def counting(reader: StreamReader, data: bytes, out: list[bytes]) -> bool:
+        found[result := usual(reader, data, out)] += 1
+        return result
+
+    monkeypatch.setattr(StreamReader, "_usual_chunks", counting)
+    run_fuzz(FuzzOptions(count=100, seed=1, gateway=1.0))
+    assert min(found[True], found[False]) > 5
+
+
+def test_every_api_is_asked_and_edits_are_applied() -> None:
+    cases = [Cases(load_seeds(), 2).make(number) for number in range(700)]
+    assert {case.path for case in cases} == {CHAT, "/v1/completions", "/v1/messages", "/v1/responses"}
+    edited = [n for n, case in enumerate(cases) if b'"clear_tool_uses_20250919"' in case.body][:60]
+    replies = [play_one(number, FuzzOptions(seed=2))["came"]["reply"] for number in edited]
+    assert sum(b'"applied_edits":[{' in reply for reply in replies) > 5
 
 
 def test_processes_share_the_requests() -> None:
@@ -102,6 +126,48 @@ def test_only_documented_changes_of_a_body_are_right(received: bytes, found: str
     assert bool(wrong_body(SENT, received)) == bool(found)
 
 
+def messages(*kept: str, thought: bool = True, edits: Any = None, old: str = "r0") -> bytes:
+    said: list[Any] = []
+    for number, content in enumerate((old, *kept)):
+        thoughts = [{"type": "thinking", "thinking": "t"}] if thought else []
+        use = {"type": "tool_use", "id": f"c{number}", "input": {"n": 1}}
+        result = {"type": "tool_result", "tool_use_id": f"c{number}", "content": content}
+        said += [
+            {"role": "assistant", "content": [*thoughts, use]},
+            {"role": "user", "content": [result]},
+        ]
+    body = {"messages": said} | ({"context_management": {"edits": edits}} if edits else {})
+    return json.dumps(body).encode()
+
+
+GONE = "[Old tool result content cleared]"
+USES: dict[str, Any] = {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 1}}
+THINKING = {"type": "clear_thinking_20251015"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "received", "found"),
+    [
+        (USES, messages("r1", old=GONE), ""),
+        (USES, messages("r1"), ""),
+        (USES, messages(GONE, old=GONE), "messages"),
+        (USES, messages("r1", old="r"), "messages"),
+        (USES, messages("r1", thought=False), "messages"),
+        (USES, messages("r1", old=GONE, edits=[USES]), "messages"),
+        (USES | {"keep": "all"}, messages("r1", old=GONE), "messages"),
+        (USES | {"keep": {"type": "turns", "value": 1}}, messages("r1", old=GONE), "messages"),
+        (THINKING, messages("r1", thought=False), ""),
+        (THINKING, messages("r1", old=GONE), "messages"),
+        ({"type": "other"}, messages("r1", old=GONE, edits=[{"type": "other"}]), "messages"),
+    ],
+)
+def test_edits_clear_what_they_say_and_nothing_else(edit: Any, received: bytes, found: str) -> None:
+    sent = messages("r1", edits=[edit])
+    said = wrong_body(sent, received, path="/v1/messages")
+    assert found in said and bool(said) == bool(found)
+    assert wrong_body(sent, received), "only the Messages API has such edits"
+
+
 CASE = Case(1, "/v1/chat/completions", [(b"x-a", b"1")], b'{"messages":[1]}')
 TOLD = Received([(b"x-a", b"1")], CASE.body)
 
@@ -126,7 +192,7 @@ def test_what_users_must_not_see_is_found(outcome: Outcome, tenant: str | None, 
 
 
 def test_faults_of_gateway_and_coordinator_are_told_with_their_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("boom")
 
     monkeypatch.setattr(CoordinatorService, "handle", broken)

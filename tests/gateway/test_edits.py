@@ -229,9 +229,9 @@ async def test_what_is_not_applied_here_stays_for_the_engine() -> None:
     compact = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 1}}
     later = {"type": "clear_images_20300101"}
     edited = await edit(
-        history(5), compact, {"type": USES, "trigger": {"type": "tool_uses", "value": 1}}, later
+        history(5), compact, None, {"type": USES, "trigger": {"type": "tool_uses", "value": 1}}, later
     )
-    assert json.loads(edited.body)["context_management"] == {"edits": [compact, later]}
+    assert json.loads(edited.body)["context_management"] == {"edits": [compact, None, later]}
     assert [done["type"] for done in edited.applied] == [USES]
 
 

@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 """Methods whose body, if any, means nothing to the engine."""
 _PLAIN = {b"accept-encoding": b"identity"}
-_WITH_IDS = ("/v1/chat/completions", "/v1/completions")
+WITH_IDS = ("/v1/chat/completions", "/v1/completions")
 """Where the engine can be asked for what clients do not ask for."""
-_INFERENCE = (*_WITH_IDS, *READERS)
+_INFERENCE = (*WITH_IDS, *READERS)
 
 
 class Gateway:
@@ -146,7 +146,7 @@ class Gateway:
     async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         raw = b"".join([chunk async for chunk in self._body(call, receive)])
         began = time.perf_counter()
-        ask = self._tools.questions.allowed() if call.path in _WITH_IDS else ()
+        ask = self._tools.questions.allowed() if call.path in WITH_IDS else ()
         request = prepare(raw, call.headers, tenant, ask=ask)
         if request.hints.dropped:
             self._metrics.hints_dropped.inc(len(request.hints.dropped))
@@ -157,7 +157,7 @@ class Gateway:
             return await answer(self._tools, request, call, send)
         async with WhileConnected(receive) as connection:
             connection.watch()
-            if call.path in _WITH_IDS:
+            if call.path in WITH_IDS:
                 exchange = Exchange(self._tools, call, request, raw, tenant)
             else:
                 exchange = await self._api_exchange(call, request, raw, tenant)

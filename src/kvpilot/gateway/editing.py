@@ -136,9 +136,13 @@ def _without(fields: Fields) -> Fields:
     """The request without the edits that are applied here."""
     try:
         management = msgspec.json.decode(fields[FIELD])
-        left = [edit for edit in management["edits"] if edit.get("type") not in TYPES.values()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        left = [edit for edit in management["edits"] if not _is_applied_here(edit)]
+    except (ValueError, RecursionError, KeyError, TypeError):
         return fields
     rest = {**management, "edits": left}
     kept = {name: value for name, value in fields.items() if name != FIELD}
     return {**kept, FIELD: msgspec.Raw(msgspec.json.encode(rest))} if left else kept
+
+
+def _is_applied_here(edit: object) -> bool:
+    return isinstance(edit, dict) and edit.get("type") in TYPES.values()

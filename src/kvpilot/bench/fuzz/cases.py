@@ -17,7 +17,12 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
+from kvpilot.gateway.other_apis import MESSAGES, RESPONSES
 from kvpilot.hints import BUILT_IN
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHARES = {CHAT: 60, COMPLETIONS: 10, MESSAGES: 20, RESPONSES: 10}
+"""Which APIs are asked how often, in percent."""
 
 CONVERSATIONS = 400
 TURNS = 8
@@ -71,6 +76,7 @@ _BYTES = (
     *(b"\xc2\xa0", b"\xe2\x80\xa8", b"null", b"e999", b"0", b"-", b"//", b"/*"),
 )
 _HEADERS = sorted({name for dialect in BUILT_IN for name in dialect.headers})
+_TALK = re.compile(rf'"{_TALK_MARK}(/[\w/]+)-(\d+)-(\d+)"')
 _KEY = re.compile(r'"(\w{2,40})": ?')
 
 
@@ -119,7 +125,8 @@ class Cases:
     def make(self, number: int) -> Case:
         random = Random((self._seed << 40) + number)
         entry = random.choice(self._seeds)
-        body, headers = self._whole(random, entry.body), dict(entry.headers)
+        (path,) = random.choices(list(SHARES), list(SHARES.values()))
+        body, headers = self._whole(random, entry.body, path), dict(entry.headers)
         if random.random() < 0.2:
             other = random.choice(self._seeds)
             body.update(_copied(other.body))
@@ -127,15 +134,19 @@ class Cases:
         for _ in range(random.choice((0, 1, 1, 2, 3, 5))):
             self._bend(random, body)
         raw = _bytes(random, _text(random, body))
-        path = "/v1/completions" if random.random() < 0.1 else "/v1/chat/completions"
         return Case(number, path, _headers(random, headers), raw)
 
-    def _whole(self, random: Random, fields: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, random: Random, fields: dict[str, Any], path: str) -> dict[str, Any]:
         """A request of one of many conversations, each of which grows in steps."""
         conversation, turn = random.randrange(CONVERSATIONS), random.randrange(TURNS)
-        body: dict[str, Any] = {"model": "m", "messages": f"{_TALK_MARK}{conversation}-{turn}"}
+        talk = "input" if path == RESPONSES else "messages"
+        body: dict[str, Any] = {"model": "m", talk: f"{_TALK_MARK}{path}-{conversation}-{turn}"}
         if random.random() < 0.3:
-            body["messages"] = list(_messages(conversation)[: 2 * turn + 2])
+            body[talk] = _messages(path, conversation, turn)
+        if path == MESSAGES and random.random() < 0.6:
+            body["context_management"] = {
+                "edits": [_edit(random) for _ in range(random.choice((1, 1, 2, 3)))]
+            }
         if random.random() < 0.3:
             body["stream"] = True
         if random.random() < 0.05:
@@ -176,25 +187,68 @@ class Cases:
         return _copied(random.choice(_VALUES))
 
 
-@cache
-def _messages(conversation: int) -> tuple[dict[str, Any], ...]:
-    """A whole conversation; those of ten have the system prompt in common."""
+def _messages(path: str, conversation: int, turn: int) -> list[dict[str, Any]]:
+    """A conversation up to what is said in a turn, as the API at ``path`` has it; those of ten have the system
+    prompt in common."""
     rules = f"You are agent {conversation % 10}. " + "Follow the rules. " * 12
-    messages: list[dict[str, Any]] = [{"role": "system", "content": rules}]
-    for turn in range(TURNS):
-        messages.append(
-            {"role": "user", "content": f"Task {conversation}.{turn}: " + "look at the file; " * 8}
-        )
-        messages.append(
-            {"role": "assistant", "content": f"Answer {conversation}.{turn}: " + "it says so. " * 14}
-        )
-    return tuple(messages)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": rules}, _task(conversation, 0)]
+    steps = {MESSAGES: _tool_step, RESPONSES: _item_step}
+    for number in range(1, turn + 1):
+        messages += steps.get(path, _chat_step)(conversation, number)
+    return messages
+
+
+def _task(conversation: int, turn: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"Task {conversation}.{turn}: " + "look at the file; " * 8}
+
+
+def _said(conversation: int, turn: int) -> str:
+    return f"Answer {conversation}.{turn}: " + "it says so. " * 14
+
+
+def _chat_step(conversation: int, turn: int) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": _said(conversation, turn - 1)}, _task(conversation, turn)]
+
+
+def _tool_step(conversation: int, turn: int) -> list[dict[str, Any]]:
+    """A thought, a tool use and its result. Some clients give every turn's use the same id."""
+    use = f"call_{turn if conversation % 4 else 0}"
+    name = ("ls", "read")[turn % 2]
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    call = {"type": "tool_use", "id": use, "name": name, "input": {"n": turn}}
+    result = {"type": "tool_result", "tool_use_id": use, "content": _said(conversation, turn)}
+    rest = [{"type": "text", "text": "go on"}] if turn % 3 == 0 else []
+    return [{"role": "assistant", "content": [thought, call]}, {"role": "user", "content": [result, *rest]}]
+
+
+def _item_step(conversation: int, turn: int) -> list[dict[str, Any]]:
+    call = {"type": "function_call", "call_id": f"call_{turn}", "name": "ls", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": f"call_{turn}", "output": _said(conversation, turn)}
+    return [{"type": "reasoning", "summary": [], "content": []}, call, output]
+
+
+def _edit(random: Random) -> dict[str, Any]:
+    """One of Anthropic's context edits."""
+    if random.random() < 0.3:
+        turns = {"type": "thinking_turns", "value": random.randrange(3)}
+        return {"type": "clear_thinking_20251015", "keep": random.choice((turns, "all"))}
+    edit: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
+    amounts = (
+        ("trigger", {"type": "tool_uses", "value": random.randrange(3)}, 0.9),
+        ("trigger", {"type": "input_tokens", "value": random.randrange(500)}, 0.2),
+        ("keep", {"type": "tool_uses", "value": random.randrange(3)}, 0.8),
+        ("keep", "all", 0.05),
+        ("clear_at_least", {"type": "input_tokens", "value": random.randrange(60)}, 0.2),
+        ("exclude_tools", ["ls"], 0.2),
+        ("clear_tool_inputs", random.choice((True, ["read"])), 0.3),
+    )
+    return edit | {name: value for name, value, share in amounts if random.random() < share}
 
 
 @cache
-def _talk(conversation: int, turn: int) -> str:
+def _talk(path: str, conversation: int, turn: int) -> str:
     """The first turns of a conversation as JSON, made once: most cases bend other things than these."""
-    return json.dumps(_messages(conversation)[: 2 * turn + 2])
+    return json.dumps(_messages(path, conversation, turn))
 
 
 def _copied(value: Any, renamed: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -232,7 +286,7 @@ def _text(random: Random, body: dict[str, Any]) -> str:
     """The structure as JSON in any of its layouts, some keys of it twice."""
     text = random.choice(_LAYOUTS)(body)
     if _TALK_MARK in text:
-        text = re.sub(rf'"{_TALK_MARK}(\d+)-(\d+)"', lambda found: _talk(int(found[1]), int(found[2])), text)
+        text = _TALK.sub(lambda found: _talk(found[1], int(found[2]), int(found[3])), text)
     if _RAW_MARK in text:
         text = re.sub(rf'"{_RAW_MARK}(\d+)"', lambda found: _RAW[int(found[1]) % len(_RAW)], text)
     if random.random() < 0.1 and (places := list(_KEY.finditer(text, 0, 20_000))):

@@ -13,10 +13,13 @@ import msgspec
 
 from kvpilot import link as wire
 from kvpilot.backends.memory import MemoryLayer
+from kvpilot.bench.fuzz.engine import render
 from kvpilot.config import Config
+from kvpilot.context.conversation import Body, read_request
+from kvpilot.context.engine_render import EngineRenderError
 from kvpilot.context.segments import Segmenter
 from kvpilot.context.tokens import parse_tokens
-from kvpilot.coordinator import executor
+from kvpilot.coordinator import asking, executor
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
 from kvpilot.coordinator.view import Reader
@@ -29,6 +32,7 @@ from kvpilot.domain import (
     RequestFinished,
     RequestStarted,
     Space,
+    TokenArray,
 )
 from kvpilot.gateway.link import GatewayLink
 from kvpilot.ingest.residency import Residency
@@ -42,14 +46,19 @@ TICK_EVERY = 200
 """Events between two plans and two looks at the cache layer."""
 MAX_OPEN = 500
 """Actions under way beyond which the run waits for them, as a client would."""
+TURNS_TO_ASK = 6
+"""Turns of the loop in which the engine is asked for a prompt's tokens."""
 SECONDS_AN_EVENT = 0.5
 IDLE_S = 300.0
 
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """The executor with the short waits that fit a cache layer without latency."""
-    with patch.multiple(executor, CONFIRM_STEP_S=0.001, CONFIRM_S=0.05, STORE_WAIT_S=0.02, ROOM_WAIT_S=0.02):
+    """Executor and asker with the short waits that fit a cache layer without latency."""
+    waits = patch.multiple(
+        executor, CONFIRM_STEP_S=0.001, CONFIRM_S=0.05, STORE_WAIT_S=0.02, ROOM_WAIT_S=0.02
+    )
+    with waits, patch.object(asking, "ASK_AFTER_S", 0.0):
         yield
 
 
@@ -69,11 +78,17 @@ class Coordinator:
             segmenter=Segmenter(None, None),
             space_of=lambda salt: Space("m", salt),
             settings=ServiceSettings(recheck_s=(0.01,), session_idle_s=IDLE_S),
+            render=_render,
             clock=lambda: self.now,
         )
         self._planner = Planner(self.service, Reader(self.service), PlanSettings())
-        self._spaces: dict[str, Space] = {}
+        self._running: dict[str, RequestStarted] = {}
         self._jobs: list[asyncio.Task[None]] = []
+
+    @property
+    def asked(self) -> Counter[str]:
+        """What came of the prompts whose tokens the engine was asked for."""
+        return self.service.asker.outcomes if self.service.asker else Counter()
 
     async def start(self) -> None:
         jobs = (self.service.segments.run(), self.service.executor.watch_loop())
@@ -99,6 +114,8 @@ class Coordinator:
 
     async def settle(self, most: int = MAX_OPEN) -> None:
         """Until at most so many actions are under way; every now and then a plan and a look at the layer."""
+        for _ in range(TURNS_TO_ASK):
+            await asyncio.sleep(0)
         if self.events % TICK_EVERY == 0:
             await self._look()
             self._count(self._planner.tick())
@@ -117,18 +134,24 @@ class Coordinator:
     def _store(self, event: Event) -> None:
         """What the engine does with the request's KV; what is oldest goes when the layer is full."""
         if isinstance(event, RequestStarted):
-            self._spaces[event.request_id] = Space("m", event.salt)
-        elif isinstance(event, RequestFinished):
-            space = self._spaces.pop(event.request_id, None)
+            self._running[event.request_id] = event
+        elif isinstance(event, RequestFinished) and (started := self._running.pop(event.request_id, None)):
             tokens = parse_tokens(event.prompt_ids)
-            if space is not None and tokens is not None:
-                self._layer.store(space, tokens)
+            if started.path in asking.SILENT:
+                with suppress(EngineRenderError):
+                    tokens = render(read_request(started.path, started.body))
+            if tokens is not None:
+                self._layer.store(Space("m", started.salt), tokens)
             while len(self._layer.held) > HELD_CHUNKS:
                 del self._layer.held[next(iter(self._layer.held))]
 
     def _count(self, records: list[ActionRecord]) -> list[ActionRecord]:
         self.outcomes.update(f"{record.kind.value} {record.status.value}" for record in records)
         return records
+
+
+async def _render(body: Body) -> TokenArray:
+    return render(body)
 
 
 class DirectLink(GatewayLink):

@@ -9,8 +9,15 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from kvpilot.bench.fuzz import other_replies
+from kvpilot.bench.fuzz.cases import CHAT
 from kvpilot.config import Config
+from kvpilot.context.conversation import Body, read_request
+from kvpilot.context.engine_render import EngineRenderError
+from kvpilot.domain import TokenArray
+from kvpilot.gateway.editing import COUNT_PATH
 from kvpilot.gateway.http_client import Headers
+from kvpilot.gateway.other_apis import MESSAGES, RESPONSES
 from kvpilot.gateway.upstream import Upstream, UpstreamReply
 
 MAX_TOKENS = 4000
@@ -32,7 +39,7 @@ class Answer:
 
 
 class AcceptingEngine(Upstream):
-    """``received`` is the last request. A request ends up here instead of on a connection."""
+    """``received`` is the last request but for those that count. A request ends up here instead of on a connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -42,8 +49,12 @@ class AcceptingEngine(Upstream):
         self, method: str, target: str, headers: Headers, body: bytes | AsyncIterable[bytes] | None
     ) -> UpstreamReply:
         assert isinstance(body, bytes), "requests for completions are read whole"
+        path = target.partition("?")[0]
+        if path == COUNT_PATH:
+            count = b'{"input_tokens":%d}' % (len(body) // _BYTES_PER_TOKEN)
+            return _Reply(Answer(b"application/json", count))
         self.received = Received(headers, body)
-        return _Reply(answer(body))
+        return _Reply(answer(body, path))
 
 
 class _Reply(UpstreamReply):
@@ -56,8 +67,9 @@ class _Reply(UpstreamReply):
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         """Cut where it cannot be convenient: a network does not keep events whole."""
-        for start in range(0, len(self._text), 3000):
-            yield self._text[start : start + 3000]
+        size = (3000, 300, 64 * 1024)[len(self._text) % 3]
+        for start in range(0, len(self._text), size):
+            yield self._text[start : start + size]
 
     async def _read(self) -> bytes:
         return self._text
@@ -68,18 +80,48 @@ class _Reply(UpstreamReply):
         return None
 
 
-def answer(body: bytes) -> Answer:
+def answer(body: bytes, path: str = CHAT) -> Answer:
     """The reply to a request; ids and usage for who asks. Equal beginnings of messages have equal tokens."""
     try:
         fields = _FIELDS.decode(body)
     except (ValueError, RecursionError):
         return Answer(b"application/json", b'{"error":{"message":"not a JSON object"}}')
+    if path in (MESSAGES, RESPONSES):
+        return _other_answer(path, body, streamed=_is_true(fields.get("stream")))
     ids = _is_true(fields.get("return_token_ids"))
     prompt = _ids(fields) if ids else b"null"
     if not _is_true(fields.get("stream")):
         return Answer(b"application/json", _whole(prompt, ids))
     usage = _is_true(_object(fields.get("stream_options")).get("include_usage"))
     return Answer(b"text/event-stream", _events(prompt, ids, usage))
+
+
+def _other_answer(path: str, body: bytes, *, streamed: bool) -> Answer:
+    try:
+        count = len(render(read_request(path, body)))
+    except EngineRenderError:
+        count = 0
+    whole, events = other_replies.response, other_replies.response_events
+    if path == MESSAGES:
+        whole, events = other_replies.message, other_replies.message_events
+    if streamed:
+        return Answer(b"text/event-stream", events(count))
+    return Answer(b"application/json", whole(count))
+
+
+def render(chat: Body) -> TokenArray:
+    """The tokens of a chat: what it goes on with keeps those before. Raises EngineRenderError where a template would:
+    without messages, and for system messages behind others."""
+    messages = chat.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise EngineRenderError("no messages")
+    system = [isinstance(message, dict) and message.get("role") == "system" for message in messages]
+    if system != sorted(system, reverse=True):
+        raise EngineRenderError("system messages come first")
+    try:
+        return _tokens(b"".join(map(msgspec.json.encode, messages)))
+    except (ValueError, RecursionError) as error:
+        raise EngineRenderError(str(error)) from None
 
 
 def _whole(prompt: bytes, ids: bool) -> bytes:
@@ -94,13 +136,13 @@ def _events(prompt: bytes, ids: bool, usage: bool) -> bytes:
     head = b'data: {"id":"c","choices":['
     events = [
         head
-        + b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}],"prompt_token_ids":%b}'
-        % prompt
+        + b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],'
+        + b'"prompt_token_ids":%b}' % prompt
     ]
     for number, word in enumerate(_WORDS):
         finish = b'"stop"' if number == len(_WORDS) - 1 else b"null"
         tokens = b"[%d]" % number if ids else b"null"
-        delta = b'{"index":0,"delta":{"content":"%b"},"finish_reason":%b,"token_ids":%b}]}'
+        delta = b'{"index":0,"delta":{"content":"%b"},"logprobs":null,"finish_reason":%b,"token_ids":%b}]}'
         events.append(head + delta % (word.encode(), finish, tokens))
     if usage:
         events.append(head + b'],"usage":{"prompt_tokens":9,"completion_tokens":5}}')
@@ -108,10 +150,12 @@ def _events(prompt: bytes, ids: bool, usage: bool) -> bytes:
 
 
 def _ids(fields: dict[str, msgspec.Raw]) -> bytes:
-    text = bytes(fields.get("messages", fields.get("prompt", b"")))[: MAX_TOKENS * _BYTES_PER_TOKEN]
-    whole = len(text) // _BYTES_PER_TOKEN * _BYTES_PER_TOKEN
-    tokens = np.frombuffer(text[:whole], dtype="<u4") % 49_152
-    return msgspec.json.encode(tokens.tolist())
+    return msgspec.json.encode(_tokens(bytes(fields.get("messages", fields.get("prompt", b"")))).tolist())
+
+
+def _tokens(text: bytes) -> TokenArray:
+    whole = min(len(text) // _BYTES_PER_TOKEN, MAX_TOKENS) * _BYTES_PER_TOKEN
+    return np.frombuffer(text[:whole], dtype="<u4") % np.uint32(49_152)
 
 
 def _object(value: msgspec.Raw | None) -> dict[str, msgspec.Raw]:

@@ -6,19 +6,26 @@ here; its reply comes back as the engine would have written it. Every function r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from kvpilot.bench.fuzz.cases import Case
+from kvpilot.bench.fuzz.cases import CHAT, Case
 from kvpilot.bench.fuzz.engine import Received, answer
+from kvpilot.gateway.other_apis import MESSAGES, RESPONSES
+from kvpilot.hints.values import as_index
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _OFF = (None, b"null", b"false")
 _OWN_HEADERS = (b"accept-encoding", b"x-session-id", b"authorization", b"host", b"content-length")
 _CONTENT = ("messages", "prompt", "prompt_embeds", "input")
+_CLEARED = "[Old tool result content cleared]"
+_THOUGHTS = ("thinking", "redacted_thinking")
+_USES, _THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
+_REPORT = re.compile(rb',"context_management":\{"applied_edits":\[[^]]*\]\}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +54,10 @@ def wrong_body_or_refusal(case: Case, outcome: Outcome, tenant: str | None) -> s
         return f"status {outcome.status}"
     if outcome.received is None:
         return "" if _may_be_answered_here(fields(case.body), outcome.reply) else "not forwarded"
-    return wrong_body(case.body, outcome.received.body, tenant)
+    return wrong_body(case.body, outcome.received.body, tenant, case.path)
 
 
-def wrong_body(sent: bytes, received: bytes, tenant: str | None = None) -> str:
+def wrong_body(sent: bytes, received: bytes, tenant: str | None = None, path: str = CHAT) -> str:
     """Compares what the client sent with what the engine got."""
     if sent == received and tenant is None:
         return ""
@@ -61,7 +68,8 @@ def wrong_body(sent: bytes, received: bytes, tenant: str | None = None) -> str:
         return "not salted with its tenant"
     for name in before.keys() | after.keys():
         old, new = before.get(name), after.get(name)
-        if old != new and not _may_change(name, old, new, tenant):
+        edited = path == MESSAGES and _may_be_edited(name, before, after)
+        if old != new and not edited and not _may_change(name, old, new, tenant):
             return f"{name}: {_short(old)} became {_short(new)}"
     return ""
 
@@ -85,6 +93,77 @@ def _may_change(name: str, old: bytes | None, new: bytes | None, tenant: str | N
     return False
 
 
+def _may_be_edited(name: str, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> bool:
+    """Whether the client's context edits may have made a field what it is now."""
+    management = _decoded(before.get("context_management"))
+    edits = management.get("edits") if isinstance(management, dict) else None
+    if name not in ("messages", "context_management") or not isinstance(edits, list):
+        return False
+    ours = [edit for edit in edits if isinstance(edit, dict) and edit.get("type") in (_USES, _THINKING)]
+    left = [edit for edit in edits if edit not in ours]
+    if _decoded(after.get("context_management")) != ({**management, "edits": left} if left else None):
+        return False
+    if name == "context_management":
+        return True
+    was, now = _decoded(before.get("messages")), _decoded(after.get("messages"))
+    if not isinstance(was, list) or not isinstance(now, list) or len(was) != len(now):
+        return False
+    kept = _kept_uses(ours, was)
+    thoughts_may_go = any(edit.get("type") == _THINKING for edit in ours)
+    return all(_only_cleared(*pair, kept, thoughts_may_go) for pair in zip(was, now, strict=True))
+
+
+def _kept_uses(edits: list[Any], messages: list[Any]) -> frozenset[str] | None:
+    """Ids of the newest tool uses, which no edit may clear; None when it may clear none at all."""
+    keeps: list[int | None] = []
+    for edit in edits:
+        keep = edit.get("keep")
+        if edit.get("type") == _USES and keep is None:
+            keeps.append(3)
+        elif edit.get("type") == _USES and isinstance(keep, dict) and keep.get("type") == "tool_uses":
+            keeps.append(as_index(keep.get("value")))
+    whole = [keep for keep in keeps if keep is not None]
+    said = [
+        message for message in messages if isinstance(message, dict) and message.get("role") == "assistant"
+    ]
+    uses = [str(block.get("id")) for message in said for block in _blocks(message, "tool_use")]
+    return frozenset(uses[max(0, len(uses) - min(whole)) :]) if whole else None
+
+
+def _only_cleared(was: Any, now: Any, kept: frozenset[str] | None, thoughts_may_go: bool) -> bool:
+    """Whether a message lost nothing but old tool results, inputs and thoughts."""
+    if was == now:
+        return True
+    if (
+        not isinstance(was, dict)
+        or not isinstance(now, dict)
+        or {**was, "content": 0} != {**now, "content": 0}
+    ):
+        return False
+    before, after = was["content"], now.get("content")
+    if not isinstance(before, list) or not isinstance(after, list):
+        return False
+    if len(after) < len(before) and thoughts_may_go:
+        before = [b for b in before if isinstance(b, dict) and b.get("type") not in _THOUGHTS]
+    return len(before) == len(after) and all(
+        old == new or _may_be_cleared(old, new, kept) for old, new in zip(before, after, strict=True)
+    )
+
+
+def _may_be_cleared(old: Any, new: Any, kept: frozenset[str] | None) -> bool:
+    if kept is None or not isinstance(old, dict):
+        return False
+    if old.get("type") == "tool_result":
+        return str(old.get("tool_use_id")) not in kept and new == {**old, "content": _CLEARED}
+    return old.get("type") == "tool_use" and str(old.get("id")) not in kept and new == {**old, "input": {}}
+
+
+def _blocks(message: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else []
+    return [block for block in blocks if isinstance(block, dict) and block.get("type") == kind]
+
+
 def _wrong_headers(case: Case, received: Received) -> str:
     expected = [(name.lower(), value) for name, value in case.headers]
     kept = [item for item in received.headers if item[0] not in _OWN_HEADERS]
@@ -95,6 +174,15 @@ def _wrong_headers(case: Case, received: Received) -> str:
 
 def _wrong_reply(case: Case, outcome: Outcome) -> str:
     before = fields(case.body)
+    assert outcome.received is not None
+    if case.path in (MESSAGES, RESPONSES):
+        after = fields(outcome.received.body)
+        cleared = (before or {}).get("messages") != (after or {}).get("messages")
+        if cleared != (b'"applied_edits":[{' in outcome.reply):
+            return "edits are not reported"
+        reply = _REPORT.sub(b"", outcome.reply) if case.path == MESSAGES else outcome.reply
+        told = answer(outcome.received.body, case.path).text
+        return "" if reply == told else "the reply is not the engine's"
     if before is not None and _asks_for_hashes(before):
         return "" if fields(outcome.reply) is not None or before.get("stream") == b"true" else "no reply"
     return "" if outcome.reply == answer(case.body).text else "the reply is not the engine's"

@@ -25,10 +25,10 @@ from kvpilot.bench.fuzz.coordinator import Coordinator, DirectLink, hurried
 from kvpilot.bench.fuzz.engine import AcceptingEngine, Received
 from kvpilot.bench.fuzz.rules import Outcome, wrong, wrong_body_or_refusal
 from kvpilot.config import Config
-from kvpilot.gateway.app import Gateway
+from kvpilot.gateway.app import WITH_IDS, Gateway
 from kvpilot.gateway.errors import GatewayError
 from kvpilot.gateway.headers import as_mapping
-from kvpilot.gateway.request import prepare
+from kvpilot.gateway.request import TOKEN_IDS, USAGE, prepare
 from kvpilot.gateway.tenants import DEFAULT_TENANT
 
 TENANT, KEY = "acme", "key"
@@ -60,6 +60,7 @@ class Report:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     actions: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
     events: int = 0
     faults: list[str] = field(default_factory=list)
     faulty: int = 0
@@ -98,8 +99,9 @@ def tenant_of(case: Case) -> str | None:
 def read_only(case: Case) -> Outcome:
     """What the gateway makes of a case before it forwards it."""
     headers = as_mapping(case.headers)
+    ask = (TOKEN_IDS, USAGE) if case.path in WITH_IDS else ()
     try:
-        prepared = prepare(case.body, headers, tenant_of(case) or DEFAULT_TENANT)
+        prepared = prepare(case.body, headers, tenant_of(case) or DEFAULT_TENANT, ask=ask)
     except GatewayError as error:
         return Outcome(error.status, error.body(), None)
     return Outcome(200, b"", Received([], prepared.body))
@@ -181,6 +183,7 @@ def run_fuzz(options: FuzzOptions, say: Send = lambda line: None) -> dict[str, A
         "outcomes": dict(sum((report.outcomes for report in reports), Counter()).most_common()),
         "events": sum(report.events for report in reports),
         "actions": dict(sum((report.actions for report in reports), Counter()).most_common()),
+        "asked": dict(sum((report.asked for report in reports), Counter()).most_common()),
         "faults": sum(report.faulty for report in reports),
         "first_faults": [fault for report in reports for fault in report.faults],
         "rss_mb": [report.rss_mb for report in reports],
@@ -234,6 +237,7 @@ async def _play(
     await rig.coordinator.close()
     report.rss_mb.append(round(process.memory_info().rss / 2**20, 1))
     report.actions, report.events = rig.coordinator.outcomes, rig.coordinator.events
+    report.asked = rig.coordinator.asked
 
 
 async def _try(case: Case, rig: Rig, options: FuzzOptions) -> tuple[str, str]:
@@ -281,6 +285,7 @@ def print_table(document: Mapping[str, Any], console: Console) -> None:
         "through the gateway": document["through_gateway"],
         "through the coordinator": document["through_coordinator"],
         "actions": sum(document["actions"].values()),
+        "prompts asked of the engine": sum(document["asked"].values()),
         "memory (MB)": "\n".join(" ".join(f"{mb:g}" for mb in job) for job in document["rss_mb"]),
         "seconds": document["seconds"],
         "faults": document["faults"],
