@@ -166,6 +166,19 @@ def test_a_prefetch_that_finds_a_part_says_how_much(client: TestClient, world: W
     assert (told["status"], told["found"]) == ("completed", len(world.chunks(A)) - 1)
 
 
+@pytest.mark.parametrize("cut", [slice(2, 3), slice(-2, -1)])
+def test_what_lies_behind_an_evicted_chunk_is_found_where_it_is(
+    client: TestClient, world: World, cut: slice
+) -> None:
+    hashes = names(world, A)
+    assert evict(client, hashes[cut]).json()["num_evicted"] == 1
+    prefetch(client, [chunk.hex() for chunk in world.chunks(A)])
+    there = sum(Tier.HOST in held for held in tiers(world, A))
+    told = outcome(client)
+    assert (told["status"], told["found"], told["num_chunks"]) == ("completed", there, len(hashes))
+    assert there == len(hashes) - 1
+
+
 def test_a_repeated_lookup_id_is_not_executed_twice(client: TestClient, world: World) -> None:
     on_disk_only(world, A)
     first = prefetch(client, names(world, A)).json()
@@ -264,9 +277,14 @@ def test_passive_mode_says_that_nothing_was_done(client: TestClient, world: Worl
     world.service.mode = "passive"
     answer = evict(client, names(world, A)).json()
     assert (answer["status"], answer["num_evicted"]) == ("rejected", 0)
-    prefetch(client, names(world, A))
-    assert outcome(client)["status"] == "failed"
+    for hashes in (names(world, A), ["-6ed9"]):
+        answer = prefetch(client, hashes).json()
+        assert (answer["status"], answer["lookup_id"]) == ("rejected", "x") and answer["reason"]
+        assert client.get("/memory/prefetch/x").status_code == 404
     assert all(world.held(A))
+    world.service.mode = "kvpilot"
+    assert prefetch(client, names(world, A)).json()["status"] == "prefetch_started"
+    assert outcome(client)["status"] == "completed"
 
 
 def test_a_key_reaches_its_own_tenant_only(world: World) -> None:

@@ -113,6 +113,14 @@ class ActionBody(Body):
         default_factory=list, max_length=MAX_CHUNKS, description="Chunk hashes in hex."
     )
 
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ActionBody:
+        if self.end < self.start:
+            raise ValueError(f"the range ends before it starts: give an end of at least {self.start}")
+        if self.end and self.target in (None, TargetKind.SESSION, TargetKind.CHUNKS):
+            raise ValueError("start and end need a target they count in: messages, tools, tokens or blocks")
+        return self
+
 
 class LocateBody(Body):
     """Chunks to look for."""

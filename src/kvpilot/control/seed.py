@@ -25,7 +25,7 @@ from kvpilot.control.access import has_token
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.commands import Missing
 from kvpilot.coordinator.service import CoordinatorService
-from kvpilot.domain import ActionKind, ActionRecord, Command, OutcomeStatus, SessionRef, TargetKind
+from kvpilot.domain import ActionKind, ActionRecord, Command, OutcomeStatus, SessionRef, TargetKind, Tier
 from kvpilot.gateway.errors import GatewayError
 from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants, tenant_salt
 
@@ -80,11 +80,11 @@ class _Route(APIRoute):
 
 @dataclass(slots=True)
 class Lookup:
-    """One prefetch; ``parts`` are its actions, each with how many of the named chunks it is about."""
+    """One prefetch; ``parts`` are its actions, each with the named chunks it is about, where any is known."""
 
     hashes: frozenset[bytes | int]
     at: float
-    parts: list[tuple[ActionRecord, int]] = field(default_factory=list)
+    parts: list[tuple[ActionRecord, Work | None]] = field(default_factory=list)
 
 
 class Seed:
@@ -113,7 +113,7 @@ class Seed:
     # ------------------------------------------------------------ prefetch
 
     async def prefetch(self, request: Request) -> dict[str, Any]:
-        """Start to bring the named chunks, and all before them, into host memory."""
+        """Start to bring the named chunks, and all before them, into host memory; rejected in passive mode."""
         tenant = self._tenant(request)
         body = _decode(await request.body(), PrefetchBody)
         hashes = _parsed(body.chunk_hashes)
@@ -124,11 +124,17 @@ class Seed:
             # Known before anything is awaited: what is sent twice at once is not done twice either.
             lookup = self._lookups[key] = Lookup(hashes, self._service.clock())
             lookup.parts = await self._start_prefetch(tenant, body.chunk_hashes)
+            if self._service.mode != "kvpilot":
+                self._lookups.pop(key, None)  # nothing was started: the id is free for when it can be
+                told = {"lookup_id": body.lookup_id, "num_chunks": len(hashes)}
+                return {"status": "rejected", **told, "reason": lookup.parts[0][0].reason}
         elif lookup.hashes != hashes:
             raise Refusal(400, f"lookup_id {body.lookup_id!r} was used for other chunks: choose a new one")
         return {"status": "prefetch_started", "lookup_id": body.lookup_id, "num_chunks": len(hashes)}
 
-    async def _start_prefetch(self, tenant: str, texts: Sequence[str]) -> list[tuple[ActionRecord, int]]:
+    async def _start_prefetch(
+        self, tenant: str, texts: Sequence[str]
+    ) -> list[tuple[ActionRecord, Work | None]]:
         kind = ActionKind.PREFETCH
         try:
             works = await self._works(kind, tenant, texts)
@@ -143,8 +149,8 @@ class Seed:
                 status=OutcomeStatus.MISSING,
                 reason=str(missing),
             )
-            return [(record, 0)]
-        return [(self._service.begin_chunks(kind, work, tenant, SOURCE), len(work.chunks)) for work in works]
+            return [(record, None)]
+        return [(self._service.begin_chunks(kind, work, tenant, SOURCE), work) for work in works]
 
     async def lookup(self, lookup_id: str, request: Request) -> dict[str, Any]:
         """What became of a prefetch; ``found`` of the named chunks are in host memory now."""
@@ -153,9 +159,10 @@ class Seed:
         lookup = self._lookups.get((tenant, lookup_id))
         if lookup is None:
             raise Refusal(404, f"lookup_id {lookup_id[:256]!r} is not known (they are kept for an hour)")
-        parts = [(self._service.actions.get(record.id) or record, named) for record, named in lookup.parts]
-        found = sum(_found(record, named) for record, named in parts)
-        if not parts or any(record.open for record, _ in parts):
+        parts = [(self._service.actions.get(record.id) or record, work) for record, work in lookup.parts]
+        pending = not parts or any(record.open for record, _ in parts)
+        found = 0 if pending else await self._found(parts)
+        if pending:
             status = "pending"
         elif found and not any(record.status in _UNDONE for record, _ in parts):
             status = "completed"
@@ -168,6 +175,24 @@ class Seed:
             "found": found,
             "action_ids": [record.id for record, _ in parts],
         }
+
+    async def _found(self, parts: Sequence[tuple[ActionRecord, Work | None]]) -> int:
+        """How many of the named chunks the actions brought to host memory, or are there without them."""
+        brought = 0
+        unowned: set[bytes] = set()  # named in every space of the tenant, and to be counted once
+        for record, work in parts:
+            if work is None or record.status in _UNDONE:
+                continue
+            if record.status is OutcomeStatus.DONE:
+                brought += len(work.chunks)
+                continue
+            tiers = await self._tiers(work)
+            there = {chunk for chunk, held in zip(work.chunks, tiers, strict=True) if Tier.HOST in held}
+            if work.owner is None:
+                unowned |= there
+            else:
+                brought += max(len(there), _brought(record, len(work.chunks)))
+        return brought + len(unowned)
 
     def _forget(self) -> None:
         oldest = self._service.clock() - LOOKUP_TTL_S
@@ -189,7 +214,7 @@ class Seed:
             works = await self._works(kind, tenant, body.chunk_hashes)
         except Missing:
             works = []
-        held = [await self._held(work) for work in works]
+        held = [sum(map(bool, await self._tiers(work))) for work in works]
         begun = [self._service.begin_chunks(kind, work, tenant, SOURCE) for work in works]
         waited = await asyncio.gather(*(self._service.actions.wait(r.id, EVICT_WAIT_S) for r in begun))
         records = [now or record for now, record in zip(waited, begun, strict=True)]
@@ -207,16 +232,16 @@ class Seed:
             return {"status": "rejected", "num_evicted": 0, "reason": records[0].reason}
         return {"status": "success", "num_evicted": count}
 
-    async def _held(self, work: Work) -> int:
-        """How many of the chunks are anywhere: by the directory, or newer, by what the layer itself reported."""
+    # ------------------------------------------------------------ both
+
+    async def _tiers(self, work: Work) -> list[frozenset[Tier]]:
+        """Where each of the chunks is: by the directory, or newer, by what the layer itself reported."""
         seen = [self._service.residency.tiers(work.space, chunk) for chunk in work.chunks]
         try:
             listed = await self._service.backend.locate(work.space, work.chunks)
         except BackendError:
-            return sum(map(bool, seen))
-        return sum(bool(a or b) for a, b in zip(seen, listed, strict=True))
-
-    # ------------------------------------------------------------ both
+            return seen
+        return [a | b for a, b in zip(seen, listed, strict=True)]
 
     async def _works(self, kind: ActionKind, tenant: str, texts: Sequence[str]) -> list[Work]:
         """The chunks by the context they belong to, in its order. Raises Missing."""
@@ -269,10 +294,9 @@ def _kind(locations: Sequence[str] | None) -> ActionKind:
     raise Refusal(400, f"locations ({asked}) cannot be emptied alone; possible are {POSSIBLE}")
 
 
-def _found(record: ActionRecord, named: int) -> int:
-    """How many of an action's named chunks it brought, or found, in host memory; at least."""
-    if record.status is OutcomeStatus.DONE:
-        return named
+def _brought(record: ActionRecord, named: int) -> int:
+    """How many of an action's named chunks it brought to host memory by its own count, which is newer than the
+    directory; at least."""
     if record.status is not OutcomeStatus.CLIPPED:
         return 0
     # It is about the named chunks and all before them: what it did not find may be any of these.
