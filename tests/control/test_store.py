@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.coordinator.world import World
@@ -22,6 +24,8 @@ from kvpilot.domain import (
     SessionState,
     SignalKind,
     Space,
+    TargetKind,
+    Tier,
 )
 from kvpilot.sessions.book import Session
 
@@ -120,6 +124,109 @@ async def test_an_acknowledged_eviction_is_taken_up_again(
     for other in await after.settle(list(after.service.actions.newest())):
         assert other.status is OutcomeStatus.DONE
     assert not any(after.held(a))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "CONFIRM_STEP_S", 0.005)
+
+
+def command(kind: ActionKind, session: str = "A", **more: Any) -> Command:
+    return Command(kind, "default", "", SessionRef(session), client_ids=("action:a-1",), **more)
+
+
+async def deferred(world: World, store: Store, asked: Command) -> ActionRecord:
+    """Asked for while a request of the session runs; then the coordinator is killed."""
+    attach(world, store)
+    world.turn([SYSTEM, user("a")], "A")
+    world.turn([SYSTEM, user("b")], "B")
+    world.start([SYSTEM, user("a"), {"role": "assistant", "content": "ok"}, user("more")], "A")
+    (record,) = await world.service.command(asked)
+    assert record.status is OutcomeStatus.DEFERRED
+    await store.flush(world.service.references)
+    await world.service.close()
+    return record
+
+
+def shared(world: World) -> int:
+    a, b = world.chunks([SYSTEM, user("a")]), world.chunks([SYSTEM, user("b")])
+    return len(set(a) & set(b))
+
+
+async def test_an_eviction_that_waited_for_a_request_is_done_after_a_restart(
+    store: Store, quick: None
+) -> None:
+    world = World()
+    asked = command(ActionKind.EVICT)
+    record = await deferred(world, store, asked)
+    after = reload(store, world)
+    (again,) = await after.service.command(asked)
+    assert again.id == record.id
+    (final,) = await after.settle([record])
+    assert (final.status, final.confirmed) == (OutcomeStatus.DONE, record.planned)
+    held, head = after.held([SYSTEM, user("a")]), shared(after)
+    assert (held[:head], any(held[head:])) == ([True] * head, False), "what B holds stays"
+    assert all(after.held([SYSTEM, user("b")]))
+    session = after.service.book.get("default", "A")
+    assert session is not None and session.state is SessionState.ENDED
+
+
+async def test_a_range_that_waited_for_a_request_is_evicted_after_a_restart(
+    store: Store, quick: None
+) -> None:
+    world = World()
+    messages = {"messages": [SYSTEM, user("a")]}
+    asked = command(
+        ActionKind.EVICT, target=TargetKind.TOKENS, start=16, end=24, body=json.dumps(messages).encode()
+    )
+    record = await deferred(world, store, asked)
+    after = reload(store, world)
+    (final,) = await after.settle([record])
+    assert final.status is OutcomeStatus.DONE and final.confirmed
+    held = after.held([SYSTEM, user("a")])
+    assert (all(held[:4]), any(held[4:6]), all(held[6:])) == (True, False, True)
+
+
+async def test_a_demotion_that_waited_for_a_request_is_done_after_a_restart(
+    store: Store, quick: None
+) -> None:
+    world = World()
+    record = await deferred(world, store, command(ActionKind.DEMOTE))
+    after = reload(store, world)
+    (final,) = await after.settle([record])
+    assert final.status is OutcomeStatus.DONE and final.confirmed
+    tail = [
+        after.layer.tiers(Space("m"), chunk) for chunk in after.chunks([SYSTEM, user("a")])[shared(after) :]
+    ]
+    assert tail and all(tiers == {Tier.DISK} for tiers in tail)
+
+
+async def test_a_session_that_went_on_before_the_restart_is_not_evicted_after_it(store: Store) -> None:
+    world = World()
+    record = await deferred(world, store, command(ActionKind.EVICT))
+    world.start([SYSTEM, user("a")], "A")
+    await store.flush(world.service.references)
+    after = reload(store, world)
+    (final,) = await after.settle([record])
+    assert final.status is OutcomeStatus.REJECTED
+    assert all(after.held([SYSTEM, user("a")]))
+
+
+async def test_what_came_to_nothing_is_tried_again_under_the_same_id_also_after_restarts(
+    store: Store, quick: None
+) -> None:
+    world = World()
+    attach(world, store)
+    (missing,) = await world.service.command(command(ActionKind.EVICT))
+    assert missing.status is OutcomeStatus.MISSING
+    await store.flush(world.service.references)
+    after = reload(store, world)
+    after.turn([SYSTEM, user("a")], "A")
+    (done,) = await after.settle(await after.service.command(command(ActionKind.EVICT)))
+    assert (done.status, bool(done.confirmed)) == (OutcomeStatus.DONE, True)
+    await store.flush(after.service.references)
+    last = reload(store, after)
+    assert await last.service.command(command(ActionKind.EVICT)) == [done]
 
 
 async def test_forgotten_sessions_are_gone_and_finished_actions_remain(store: Store) -> None:

@@ -102,3 +102,15 @@ async def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await send(world, envelope(f"a-{number}", f"m-{number}"))
     assert (await send(world, envelope("a-0", "m-0"))).id != first.id
     assert len(world.service.actions._named) <= 2 * 3
+
+
+async def test_a_prefetch_that_failed_is_tried_again_under_the_same_id() -> None:
+    world = World()
+    world.turn(A, "A")
+    world.layer.dead = True
+    (failed,) = await world.settle([await send(world, envelope("a-1", "m-1", "kv.prefetch"))])
+    assert failed.status is OutcomeStatus.FAILED
+    world.layer.dead = False
+    (done,) = await world.settle([await send(world, envelope("a-1", "m-1", "kv.prefetch"))])
+    assert done.status is OutcomeStatus.DONE
+    assert await send(world, envelope("a-1", "m-1", "kv.prefetch")) == done

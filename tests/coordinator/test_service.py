@@ -168,6 +168,21 @@ async def test_eviction_waits_for_the_running_request_and_takes_its_reply_along(
     assert not any(world.held(longer))
 
 
+async def test_a_demotion_that_waits_for_a_request_says_so() -> None:
+    world = World()
+    a = [SYSTEM, user(words("a", 20))]
+    world.turn(a, "A")
+    longer = [*a, assistant("ok"), user(words("more", 20))]
+    running = world.start(longer, "A")
+    chunks = tuple(chunk.hex() for chunk in world.chunks(a))
+    command = Command(ActionKind.DEMOTE, "default", "", SessionRef("A"), TargetKind.CHUNKS, chunks=chunks)
+    (record,) = await world.service.command(command)
+    assert (record.status, bool(record.reason)) == (OutcomeStatus.DEFERRED, True)
+    world.finish(running, longer)
+    (record,) = await world.settle([record])
+    assert record.status is OutcomeStatus.DONE and record.confirmed
+
+
 async def test_a_session_that_goes_on_is_not_evicted_by_an_older_command() -> None:
     world = World()
     a = [SYSTEM, user(words("a", 20))]
@@ -419,7 +434,7 @@ async def test_the_late_end_of_an_older_request_changes_nothing() -> None:
     assert all(world.held(longer))
 
 
-async def test_a_deferred_eviction_is_not_called_done_after_a_restart() -> None:
+async def test_a_deferred_eviction_of_which_too_little_is_known_is_not_called_done_after_a_restart() -> None:
     world = World()
     a = [SYSTEM, user(words("a", 20))]
     world.turn(a, "A")
@@ -430,7 +445,7 @@ async def test_a_deferred_eviction_is_not_called_done_after_a_restart() -> None:
     world.service.resume([(record, Work(Space("m"), tuple(world.chunks(a))))])
     found = world.service.actions.get(record.id)
     assert found is not None
-    assert (found.status, bool(found.reason)) == (OutcomeStatus.FAILED, True)
+    assert (found.status, bool(found.reason)) == (OutcomeStatus.MISSING, True)
 
 
 async def test_a_new_session_holds_its_system_prompt_before_its_tokens_are_known() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,16 +16,34 @@ from kvpilot.domain import ActionKind, ActionRecord, OutcomeStatus, Space, new_i
 MAX_RECORDS = 20_000
 
 
+class Deferral(msgspec.Struct, frozen=True):
+    """What a deferred action waits for and is going to do, in words that outlive a restart.
+
+    ``sessions`` are (tenant, id), ``turns`` how many requests each had when the action was asked for; ``owners``
+    are the threads it is about, ``whole`` and ``cut`` what it says of them (see ``commands.Target``).
+    """
+
+    sessions: tuple[tuple[str, str], ...]
+    turns: tuple[int, ...]
+    owners: tuple[str, ...]
+    works: tuple[Work, ...] = ()
+    whole: bool = False
+    cut: int | None = None
+    suspended: bool = False
+    """Whether the session had been suspended by then: one that was resumed is not demoted."""
+
+
 class Work(msgspec.Struct, frozen=True):
     """What an action is to be done to; kept with an open action so that a restart can take it up again.
 
     ``chunks`` are chunk hashes, head of the context first. ``owner`` is the thread whose context it is (None for
-    chunks nobody references).
+    chunks nobody references). ``deferral``: what has to be found out first, of an action that has not begun.
     """
 
     space: Space
     chunks: tuple[bytes, ...]
     owner: str | None = None
+    deferral: Deferral | None = None
 
 
 Listener = Callable[[ActionRecord, Work | None], None]
@@ -74,18 +92,30 @@ class ActionLog:
         self._put(record, work)
         return record
 
-    def update(self, action_id: str, **changes: Any) -> ActionRecord:
-        """Replace fields of a record. Raises KeyError for an unknown id."""
+    def update(self, action_id: str, work: Work | None = None, **changes: Any) -> ActionRecord:
+        """Replace fields of a record, and what it is to be done to. Raises KeyError for an unknown id."""
         record = msgspec.structs.replace(self._records[action_id], **changes)
-        self._put(record, None)
+        self._put(record, work)
         return record
 
     def name(self, record: ActionRecord, client_ids: tuple[str, ...], asked: str) -> ActionRecord:
         """Write down the names a client has for the action, so that :meth:`named` finds it, also after a restart."""
-        record = msgspec.structs.replace(
-            self._records.get(record.id, record), client_ids=client_ids, asked=asked
-        )
+        record = self._renamed(record, client_ids, asked)
         self.adopt(record)
+        return record
+
+    def unname(self, records: Sequence[ActionRecord]) -> None:
+        """Take the client's names from actions: they are going to stand for others."""
+        for record in records:
+            for client_id in record.client_ids:
+                self._named.pop((record.tenant, client_id), None)
+            self._renamed(record, (), "")
+
+    def _renamed(self, record: ActionRecord, client_ids: tuple[str, ...], asked: str) -> ActionRecord:
+        record = self._records.get(record.id, record)
+        record = self._records[record.id] = msgspec.structs.replace(
+            record, client_ids=client_ids, asked=asked
+        )
         if self.listener is not None:
             self.listener(record, None)
         return record

@@ -41,6 +41,11 @@ class Target:
         """How many requests each session had: others later mean that they went on."""
         return [session.turns for session in self.sessions]
 
+    def went_on(self, turns: Sequence[int]) -> bool:
+        """Whether a session had another request since it had ``turns``."""
+        # After a crash it may be known with fewer than it had.
+        return any(now > then for now, then in zip(self.turns, turns, strict=True))
+
     @property
     def gives_up(self) -> bool:
         return self.whole or self.cut is not None

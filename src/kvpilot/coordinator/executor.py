@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvpilot.backends.base import Backend, BackendError, DropResult, NotReady, PrefetchResult
 from kvpilot.coordinator.actions import ActionLog, Work
@@ -314,7 +315,7 @@ class Executor:
 
     # ------------------------------------------------------------ closing
 
-    def _close(self, action_id: str, status: OutcomeStatus, **fields: object) -> None:
+    def _close(self, action_id: str, status: OutcomeStatus, **fields: Any) -> None:
         self._actions.update(action_id, status=status, finished_at=self._clock(), **fields)
 
     def _failed(self, action_id: str, error: BackendError) -> None:

@@ -1,4 +1,4 @@
-"""What a client sends again under an id it gave before is answered again, and not done again.
+"""What a client sends again under an id it gave before is answered again, and not done again if it was done.
 
 The memory is the log of actions: as long and as durable as that is.
 """
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from kvpilot.coordinator.actions import ActionLog
-from kvpilot.domain import ActionRecord, Command
+from kvpilot.domain import ActionKind, ActionRecord, Command, OutcomeStatus
 
 Execute = Callable[[Command], Awaitable[list[ActionRecord]]]
 
@@ -44,8 +44,9 @@ class Repeats:
             known = self._actions.named(tenant, client_id)
             if any(record.asked != asked for record in known):
                 raise Reused(f"{client_id!r} was used for something else before: give new actions new ids")
-            if known:
+            if known and not all(map(came_to_nothing, known)):
                 return known
+            self._actions.unname(known)
         decided = asyncio.Event()
         self._deciding.update(dict.fromkeys(names, decided))
         try:
@@ -55,6 +56,17 @@ class Repeats:
             for name in names:
                 del self._deciding[name]
             decided.set()
+
+
+def came_to_nothing(record: ActionRecord) -> bool:
+    """Whether what was asked for was not executed, so that it may be tried again under the same id.
+
+    A failed eviction was begun, and the executor goes on with it by itself. A rejected action was decided on:
+    the session went on, say, and what it has by now is not what was given up.
+    """
+    if record.status is OutcomeStatus.FAILED:
+        return record.kind is not ActionKind.EVICT
+    return record.status is OutcomeStatus.MISSING
 
 
 def digest(command: Command) -> str:

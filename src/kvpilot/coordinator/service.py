@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvpilot.backends.base import Backend
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.conversation import Body
 from kvpilot.context.segments import Segmenter
-from kvpilot.coordinator.actions import ActionLog, Work
+from kvpilot.coordinator.actions import ActionLog, Deferral, Work
 from kvpilot.coordinator.asking import SILENT, Asker
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
@@ -303,14 +305,14 @@ class CoordinatorService:
             skipped=asked - planned,
             status=OutcomeStatus.DEFERRED if unsettled else OutcomeStatus.ACCEPTED,
             reason=UNSETTLED if unsettled else "",
-            work=target.works[0] if target.works else None,
+            work=Work(Space(""), (), None, _deferral(target)) if unsettled else _first(target.works),
         )
         self.tasks.start(self._evict(record, target, target.turns), [t.owner for t in target.threads])
         return record
 
     async def _evict(self, record: ActionRecord, target: Target, turns: Sequence[int]) -> None:
         await self.tasks.drained(target.threads)
-        if turns != target.turns:
+        if target.went_on(turns):
             self._abandon(record, OutcomeStatus.REJECTED, WENT_ON)
             return
         if target.whole:
@@ -325,18 +327,22 @@ class CoordinatorService:
                 dead.setdefault(thread.space, {}).update(dict.fromkeys(reversed(released)))
             if target.whole:
                 dead.setdefault(thread.space, {}).update(dict.fromkeys(self._take_leftover(thread)))
-        works = [Work(space, tuple(chunks)) for space, chunks in dead.items()] or [Work(Space(""), ())]
-        await self.executor.evict(record.id, works[0])
-        for work in works[1:]:
-            more = self._open(
+        works = [Work(space, tuple(chunks)) for space, chunks in dead.items()] or [_first([])]
+        self._begun(record, works[0])
+        # Written down before the first is done: from here on nothing else knows of them.
+        more = [
+            self._open(
                 ActionKind.EVICT, record.tenant, record.session, record.source, len(work.chunks), work=work
             )
-            await self.executor.evict(more.id, work)
+            for work in works[1:]
+        ]
+        for action, work in zip((record, *more), works, strict=True):
+            await self.executor.evict(action.id, work)
 
     async def _let_go(self, target: Target, turns: Sequence[int]) -> None:
         """What has ended holds nothing, also where nothing is done about it."""
         await self.tasks.drained(target.threads)
-        for thread in target.threads if turns == target.turns else ():
+        for thread in () if target.went_on(turns) else target.threads:
             if thread.owner in self.references:
                 self.references.drop(thread.owner)
             thread.leftover = []
@@ -386,6 +392,9 @@ class CoordinatorService:
         for thread in late.values():
             work = self.resolver.context(thread)
             planned = len(exclusively_held(self.references, work, group))
+            owner = self.book.sessions[thread.session]
+            suspended = owner.state is SessionState.SUSPENDED
+            deferral = Deferral((owner.key,), (owner.turns,), tuple(group), suspended=suspended)
             record = self._open(
                 ActionKind.DEMOTE,
                 tenant,
@@ -394,11 +403,9 @@ class CoordinatorService:
                 planned,
                 status=OutcomeStatus.DEFERRED,
                 reason=UNSETTLED,
-                work=work,
+                work=msgspec.structs.replace(work, deferral=deferral),
             )
-            owner = self.book.sessions[thread.session]
-            demote = self._demote_late(record, thread, group, owner, (owner.turns, owner.state))
-            self.tasks.start(demote, [thread.owner])
+            self.tasks.start(self._demote_late(record, thread, owner, deferral), [thread.owner])
             records.append(record)
         return records
 
@@ -406,26 +413,25 @@ class CoordinatorService:
         self,
         record: ActionRecord,
         thread: Thread,
-        group: Collection[str],
         session: Session,
-        before: tuple[int, SessionState],
+        deferral: Deferral,
     ) -> None:
         await self.tasks.drained([thread])
-        turns, state = before
-        resumed = state is SessionState.SUSPENDED and session.state is not state
-        if session.turns != turns or resumed:
+        resumed = deferral.suspended and session.state is not SessionState.SUSPENDED
+        if session.turns > deferral.turns[0] or resumed:
             self._abandon(record, OutcomeStatus.REJECTED, WENT_ON)
             return
         if session.state is not SessionState.SUSPENDED:
             self._announce(ActionKind.DEMOTE, [session])
         held = self.resolver.context(thread)
-        exclusive = exclusively_held(self.references, held, group)
+        exclusive = exclusively_held(self.references, held, deferral.owners)
         if not exclusive:
             why = "other live sessions use it" if held.chunks else "nothing held"
             self._abandon(record, OutcomeStatus.DONE, why)
             return
-        self.actions.update(record.id, planned=len(exclusive), skipped=len(held.chunks) - len(exclusive))
-        await self.executor.demote(record.id, Work(held.space, exclusive, thread.owner))
+        work = Work(held.space, exclusive, thread.owner)
+        self._begun(record, work, planned=len(exclusive), skipped=len(held.chunks) - len(exclusive))
+        await self.executor.demote(record.id, work)
 
     def begin_demote(
         self,
@@ -449,8 +455,18 @@ class CoordinatorService:
                 ActionKind.DEMOTE, tenant, session, source, OutcomeStatus.DONE, why, skipped=skipped
             )
         work = Work(work.space, exclusive, work.owner)
+        thread = self.book.thread(work.owner) if work.owner else None
+        unsettled = thread is not None and thread.unsettled
         record = self._open(
-            ActionKind.DEMOTE, tenant, session, source, planned, skipped=skipped, reason=reason, work=work
+            ActionKind.DEMOTE,
+            tenant,
+            session,
+            source,
+            planned,
+            skipped=skipped,
+            status=OutcomeStatus.DEFERRED if unsettled else OutcomeStatus.ACCEPTED,
+            reason=UNSETTLED if unsettled else reason,
+            work=work,
         )
         self.tasks.start(self._demote(record, work, limit), [work.owner] if work.owner else [])
         return record
@@ -459,6 +475,7 @@ class CoordinatorService:
         thread = self.book.thread(work.owner) if work.owner else None
         if thread is not None:
             await self.tasks.drained([thread])
+        self._begun(record, work)
         await self.executor.demote(record.id, work, limit)
 
     def begin_prefetch(
@@ -498,8 +515,11 @@ class CoordinatorService:
                     self._evict_dead(session, thread.space, dead, "session ended")
         for record, work in pending:
             self.actions.adopt(record)
-            if work is None or not work.chunks or record.status is OutcomeStatus.DEFERRED:
-                self._abandon(record, OutcomeStatus.FAILED, "the coordinator was restarted before it began")
+            begun = record.status is not OutcomeStatus.DEFERRED or record.kind is not ActionKind.EVICT
+            if work is None or not (begun or work.deferral):
+                self._abandon(record, OutcomeStatus.MISSING, "what it was about was lost with a restart")
+            elif work.deferral is not None:
+                self._resume_deferred(record, work, work.deferral)
             elif record.kind is ActionKind.EVICT:
                 self.tasks.start(self.executor.evict(record.id, work), [])
             elif record.kind is ActionKind.DEMOTE:
@@ -509,6 +529,22 @@ class CoordinatorService:
                 self.tasks.start(self.executor.prefetch(record.id, work, tokens), [work.owner])
             else:
                 self._abandon(record, OutcomeStatus.MISSING, "the context is no longer known")
+
+    def _resume_deferred(self, record: ActionRecord, work: Work, deferral: Deferral) -> None:
+        """What had not begun begins now: what it waited for ended with the restart, as far as anybody will hear."""
+        known = dict(zip(deferral.sessions, deferral.turns, strict=True))
+        sessions = [session for key in known if (session := self.book.sessions.get(key)) is not None]
+        threads = [t for o in deferral.owners if (t := self.book.thread(o)) is not None]
+        if record.kind is ActionKind.EVICT:
+            target = Target(sessions, threads, list(deferral.works), deferral.whole, deferral.cut)
+            turns = [known[session.key] for session in sessions]
+            self.tasks.start(self._evict(record, target, turns), [t.owner for t in threads])
+            return
+        thread = self.book.thread(work.owner) if work.owner else None
+        if thread is None or not sessions:
+            self._abandon(record, OutcomeStatus.MISSING, "the context is no longer known")
+            return
+        self.tasks.start(self._demote_late(record, thread, sessions[0], deferral), [thread.owner])
 
     def forget(self, session: Session) -> None:
         """Forget a session; what only it referenced is left to the cache layer's own eviction."""
@@ -543,6 +579,12 @@ class CoordinatorService:
     ) -> ActionRecord:
         return self._open(kind, tenant, session, source, 0, status=status, reason=reason, skipped=skipped)
 
+    def _begun(self, record: ActionRecord, work: Work, **changes: Any) -> None:
+        """From here on the action is under way; after a restart it goes on with ``work``."""
+        if record.status is OutcomeStatus.DEFERRED:
+            changes |= {"status": OutcomeStatus.ACCEPTED, "reason": ""}
+        self.actions.update(record.id, work, **changes)
+
     def _abandon(self, record: ActionRecord, status: OutcomeStatus, reason: str) -> None:
         self.actions.update(record.id, status=status, reason=reason, finished_at=self.clock())
 
@@ -551,3 +593,18 @@ class CoordinatorService:
         await self.tasks.close()
         if self.asker is not None:
             await self.asker.close()
+
+
+def _first(works: Sequence[Work]) -> Work:
+    return works[0] if works else Work(Space(""), ())
+
+
+def _deferral(target: Target) -> Deferral:
+    return Deferral(
+        sessions=tuple(session.key for session in target.sessions),
+        turns=tuple(target.turns),
+        owners=tuple(thread.owner for thread in target.threads),
+        works=tuple(target.works),
+        whole=target.whole,
+        cut=target.cut,
+    )
