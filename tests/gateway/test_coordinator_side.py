@@ -195,6 +195,27 @@ async def test_a_wish_without_a_request_is_a_signal(rig: Rig) -> None:
     assert not rig.engine.requests
 
 
+@pytest.mark.parametrize("messages", [{"messages": []}, {}])
+async def test_hints_of_which_nothing_was_understood_are_answered_with_the_reasons(
+    rig: Rig, messages: dict[str, Any]
+) -> None:
+    envelope = {"protocol_version": "0.1", "actions": [{"action_type": "kv.teleport"}]}
+    status, _, text = await rig.post(CHAT, {"model": "m", **messages, "kv_hints": envelope})
+    reply = json.loads(text)
+    assert (status, reply["kvpilot"]["actions"]) == (200, [])
+    assert "action_type is not known" in reply["kvpilot"]["reason"]
+    assert not rig.engine.requests
+
+
+async def test_a_management_request_with_broken_edits_does_not_have_its_old_messages_answered(
+    rig: Rig,
+) -> None:
+    hint = {"session_id": "s1", "context_management": {"manage_request": True, "edits": "x"}}
+    status, _, text = await rig.post(CHAT, {**BODY, "agent_hint": hint})
+    assert (status, "not a list" in json.loads(text)["kvpilot"]["reason"]) == (200, True)
+    assert not rig.engine.requests
+
+
 async def test_what_cannot_be_done_is_said(rig: Rig) -> None:
     action = {"action_type": "kv.retain", "payload": {"chunk_hashes": ["ab"]}}
     body = {"messages": [], "kv_hints": {"protocol_version": "0.1", "actions": [action]}}

@@ -75,13 +75,14 @@ class _Reader:
         if not isinstance(value, dict):
             return self._drop(name, "not an object")
         manage, edits = value.get("manage_request"), value.get("edits")
+        # Whatever is wrong with its edits, its old messages are not there to be answered.
+        self.manage = manage is True
         if edits is not None and not isinstance(edits, list):
             return self._drop(f"{name}.edits", "not a list")
         if not isinstance(manage, bool):
             if edits or manage is not None:
                 self._drop(f"{name}.manage_request", "must be a boolean")
             return None
-        self.manage = manage
         for index, edit in enumerate(edits or ()):
             if index >= MAX_EDITS:
                 return self._drop(f"{name}.edits", f"more than {MAX_EDITS}")

@@ -181,8 +181,9 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
         manage = manage or hints.manage
         warm = warm or hints.warm
     retention = _join_retention(wishes)
-    if commands or signals or retention is not None:
-        # A JSON request without anything to infer from, which says something about KV, can only be about that.
+    if commands or signals or retention is not None or dropped:
+        # A JSON request without anything to infer from, which says something about KV, can only be about that,
+        # also when nothing of it was understood: who sent it is told why.
         manage = manage or (bool(request.fields) and not request.has_content)
     if manage and retention is not None:
         signals.append(request.signal(SignalKind.RETAIN, session=session, retention=retention))

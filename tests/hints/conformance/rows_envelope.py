@@ -54,6 +54,7 @@ ROWS = [
     Row(RFCS, "a session of its own needs no other", envelope(act("kv.demote", {"session_id": "s9"})), commands=["demote session of s9"]),
     Row(RFCS, "a malformed session is not taken for the request's", **here(envelope(act("kv.release", {"session_id": 7})), dropped=["session_id", "its session"])),
     Row(RFCS, "without any session an action is dropped", envelope(act("kv.demote")), dropped=["without a session id"]),
+    Row(RFCS, "no active request and nothing understood: answered here, with the reasons", {**envelope(act("kv.teleport")), "messages": []}, manage=True, dropped=["action_type"]),
     Row(RFCS, "no active request: answered here", {**envelope(act("kv.demote", {"session_id": "s9"})), "messages": []}, commands=["demote session of s9"], manage=True),
     Row(RFCS, "a half-open token range", **here(envelope(act("kv.demote", {"token_start": 256, "token_end": 512})), commands=["demote tokens 256:512"])),
     Row(RFCS, "a token range from the start", **here(envelope(act("kv.prefetch", {"token_end": 512})), commands=["prefetch tokens 0:512"])),
