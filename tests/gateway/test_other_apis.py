@@ -351,13 +351,56 @@ async def test_an_engine_that_is_away_is_anthropics_api_error(start: StartRig) -
         assert (status, reply["type"], reply["error"]["type"]) == (502, "error", "api_error")
 
 
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (404, "not_found_error"), (429, "rate_limit_error"), (500, "api_error")],
+)
+async def test_errors_of_the_engine_are_anthropics_there(rig: Rig, path: str, status: int, kind: str) -> None:
+    for said in (  # vLLM's own errors on this API, and those of whatever stands before it
+        {"type": "error", "error": {"type": "BadRequestError", "message": "no \u00e9"}},
+        {"error": {"message": "no \u00e9", "type": "Bad Request", "param": None, "code": status}},
+    ):
+
+        async def refuse(request: web.Request, said: Any = said) -> web.Response:
+            return web.json_response(said, status=status, headers={"retry-after": "7"})
+
+        rig.engine.handler = refuse
+        got, headers, text = await rig.post(path, BODY)
+        assert (got, headers["retry-after"]) == (status, "7")
+        assert json.loads(text) == {"type": "error", "error": {"type": kind, "message": "no \u00e9"}}
+
+
+async def test_a_stream_that_the_engine_breaks_off_ends_with_anthropics_error(rig: Rig) -> None:
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for part in message_events()[:3]:
+            await response.write(part)
+        await response.write(b"event: content_block_delta\ndata: {")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    rig.engine.handler = break_off
+    status, _, text = await rig.post(MESSAGES, {**BODY, "stream": True})
+    *_, last = text.removesuffix(b"\n\n").split(b"\n\n")
+    name, data = last.split(b"\n")
+    assert (status, name) == (200, b"event: error")
+    error = json.loads(data.removeprefix(b"data: "))
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert rig.coordinator
+    (finished,) = await rig.coordinator.until(RequestFinished)
+    assert finished.aborted
+
+
 async def test_what_the_engine_refuses_is_relayed(rig: Rig) -> None:
     async def refuse(request: web.Request) -> web.Response:
-        return web.json_response({"type": "error", "error": {"type": "BadRequestError"}}, status=400)
+        return web.Response(text="not in JSON", status=400)
 
     rig.engine.handler = refuse
     status, _, text = await rig.post(MESSAGES, BODY)
-    assert (status, json.loads(text)["error"]["type"]) == (400, "BadRequestError")
+    assert (status, text) == (400, b"not in JSON")
     assert rig.coordinator
     (finished,) = await rig.coordinator.until(RequestFinished)
     assert (finished.status, finished.prompt_token_count) == (400, 0)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from kvpilot.domain import PromptKnown
 from kvpilot.gateway.asgi import Send, WhileConnected, respond
 from kvpilot.gateway.call import Call
-from kvpilot.gateway.exchange import LONG_REPLY_S, Exchange
-from kvpilot.gateway.headers import reply_headers
+from kvpilot.gateway.errors import GatewayError, as_anthropic
+from kvpilot.gateway.exchange import LONG_REPLY_S, Exchange, relay_raw
+from kvpilot.gateway.headers import RawHeaders, reply_headers
 from kvpilot.gateway.other_apis import MESSAGES, RESPONSES, ApiReader, MessagesReader, ResponsesReader
 from kvpilot.gateway.request import Prepared
 from kvpilot.gateway.tools import Tools
@@ -27,6 +28,24 @@ class ApiExchange(Exchange):
         super().__init__(tools, call, request, raw, tenant)
         self._reader = reader
         self._facts = reader.facts
+        self._streaming = False
+
+    async def run(self, send: Send, connection: WhileConnected) -> None:
+        try:
+            await super().run(send, connection)
+        except GatewayError as error:
+            if self._streaming and self._call.path == MESSAGES:
+                event = b"event: error\ndata: %b\n\n" % error.anthropic_body()
+                await send({"type": "http.response.body", "body": event})
+            raise
+
+    async def _relay_raw(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
+        relay = relay_refusal if self._call.path == MESSAGES else relay_raw
+        await relay(reply, send, connection, self._own_headers())
+
+    async def _relay_stream(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
+        self._streaming = True
+        await super()._relay_stream(reply, send, connection)
 
     async def _relay_whole(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
         text = self._reader.whole(await reply.read())
@@ -46,3 +65,15 @@ class ApiExchange(Exchange):
             self._prompt_told = True
             count = self._facts.usage.prompt_tokens
             self._tools.link.emit(PromptKnown(self._call.id, now, prompt_token_count=count))
+
+
+async def relay_refusal(
+    reply: UpstreamReply, send: Send, connection: WhileConnected, own: RawHeaders = ()
+) -> None:
+    """Anything but a 200 on Anthropic's API: errors in Anthropic's shape, the rest as the engine sends it."""
+    if reply.status < 400 or reply.encoded:
+        return await relay_raw(reply, send, connection, own)
+    text = as_anthropic(reply.status, await reply.read())
+    connection.release()
+    await respond(send, reply.status, [*reply_headers(reply.headers, keep_length=False), *own], text)
+    return None

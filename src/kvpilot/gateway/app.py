@@ -11,7 +11,7 @@ import msgspec
 
 from kvpilot.config import Config
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.gateway.api_exchange import READERS, ApiExchange
+from kvpilot.gateway.api_exchange import READERS, ApiExchange, relay_refusal
 from kvpilot.gateway.asgi import (
     JSON,
     ClientGone,
@@ -188,7 +188,7 @@ class Gateway:
             headers = self._upstream.authorize(request_headers(call.raw_headers, _PLAIN))
             async with await self._upstream.send(call.method, call.target, headers, edited.body) as reply:
                 if not request.hints.edits or reply.status != 200:
-                    return await relay_raw(reply, send, connection)
+                    return await relay_refusal(reply, send, connection)
                 text = count_reply(await reply.read(), edited.original_tokens)
                 connection.release()
                 await respond(send, 200, reply_headers(reply.headers, keep_length=False), text)

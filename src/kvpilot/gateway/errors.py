@@ -22,12 +22,44 @@ class GatewayError(Exception):
         return msgspec.json.encode({"error": error})
 
     def anthropic_body(self) -> bytes:
-        kind = _ANTHROPIC.get(self.status, self.kind)
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+        return _anthropic_body(self.status, self.message)
 
 
-_ANTHROPIC = {413: "request_too_large", 502: "api_error"}
-"""What Anthropic calls what OpenAI calls otherwise, by status."""
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's types of errors by status, where they are not simply the client's or the server's fault."""
+
+
+class _Said(msgspec.Struct):
+    message: str
+
+
+class _EngineError(msgspec.Struct):
+    error: _Said
+
+
+_ENGINE_ERROR = msgspec.json.Decoder(_EngineError)
+
+
+def as_anthropic(status: int, text: bytes) -> bytes:
+    """An engine's JSON error, OpenAI's shape or nearly Anthropic's, in Anthropic's; anything else as it is."""
+    try:
+        return _anthropic_body(status, _ENGINE_ERROR.decode(text).error.message)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _anthropic_body(status: int, message: str) -> bytes:
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 def too_large(limit_mb: int) -> GatewayError:
