@@ -220,6 +220,24 @@ def test_a_copy_of_a_conversation_is_one_of_its_own_from_its_second_turn_on() ->
     assert [copy.change for copy in copies] == [Change.NEW, Change.CONTINUED]
 
 
+def test_copies_that_stand_at_the_same_place_keep_the_same_time() -> None:
+    talk = Talk()
+    opening = [SYSTEM, say("user", "a")]
+    history = [*opening, say("assistant", "r"), say("user", "u")]
+    copies, stopped = [], []
+    for pause in (0.0, 40.0, 70.0):
+        talk.now += pause
+        talk.turn(*opening)
+        copies.append(talk.turn(*history).session)
+        stopped.append(talk.now)
+    assert len({session.id for session in copies}) == 3
+    # The first one has ended. The second goes on 100 s after its reply, the third 100 s after its own.
+    for n in (1, 2):
+        talk.now = stopped[n] + 99.0
+        last = talk.turn(*history, say("assistant", "r2"), say("user", f"branch {n}"))
+    assert last.session is copies[2]
+
+
 def test_a_stateless_client_that_repeats_itself_is_one_session() -> None:
     talk = Talk()
     assert len({talk.turn(SYSTEM, say("user", "a")).session.id for _ in range(5)}) == 1

@@ -166,7 +166,7 @@ class SessionBook:
             self._link(session, ref.parent, now)
             thread, change = self._thread_in(session, space, hashes, head, points)
         else:
-            thread, change = self._content.find(space, points, head, opening, said, whole=whole)
+            thread, change = self._content.find(space, points, head, opening, said, whole=whole, now=now)
             if thread is None:
                 session = self._session(
                     (tenant, self._content_id(tenant, request_id)), explicit=False, now=now

@@ -23,6 +23,10 @@ MIN_QUOTED, MIN_SUMMARY, MAX_SUMMARY = 40, 200, 64 * 1024
 """Characters of a reply that is looked for in a new context, as a whole message or (from 200) as part of one:
 shorter ones may turn up anywhere by chance."""
 MAX_SUMMARIES = 256
+MAX_PLACES, MAX_WAITS = 256, 16
+"""Places where several conversations stood at once, and waits remembered of each."""
+SAME_TIME = 0.005
+"""Share by which equal waits may differ."""
 
 _K = TypeVar("_K")
 
@@ -39,6 +43,8 @@ class ContentIndex:
         """By what a reply was, wherever it stands."""
         self._texts: OrderedDict[str, Thread] = OrderedDict()
         """Threads by owner whose last reply may be a summary, the latest last."""
+        self._waits: OrderedDict[Point, list[float]] = OrderedDict()
+        """How long each of several conversations had waited at a place when one of them went on."""
 
     def __bool__(self) -> bool:
         return bool(self._tips or self._replies or self._left or self._heads or self._said or self._texts)
@@ -52,6 +58,7 @@ class ContentIndex:
         said: Callable[[], Sequence[bytes]],
         *,
         whole: bool,
+        now: float,
     ) -> tuple[Thread | None, Change]:
         """The conversation a prompt belongs to, and how it relates to what that had before.
 
@@ -59,7 +66,7 @@ class ContentIndex:
         texts of its first messages behind those. ``said``: names of the replies among its messages, the latest
         first; asked for only when nothing else tells. ``whole``: the last place names the whole prompt.
         """
-        thread = self._continued(space, points, head, whole=whole)
+        thread = self._continued(space, points, head, whole=whole, now=now)
         if thread is not None:
             return thread, Change.CONTINUED
         thread, known = self._broken(space, points, head)
@@ -67,7 +74,9 @@ class ContentIndex:
             thread = self._summarised(space, points, head, opening) or self._retold(space, points, head, said)
         return (thread, Change.BROKEN) if thread is not None else (None, Change.NEW)
 
-    def _continued(self, space: Space, points: Sequence[Point], head: int, *, whole: bool) -> Thread | None:
+    def _continued(
+        self, space: Space, points: Sequence[Point], head: int, *, whole: bool, now: float
+    ) -> Thread | None:
         # The first place only says that there are no tools.
         for n in range(len(points), max(head, 1), -1):
             there = [t for t in self._tips.get(points[n - 1], ()) if t.space == space]
@@ -81,9 +90,29 @@ class ContentIndex:
             else:
                 there = []  # what differs may lie behind the last place
             if there:
-                # Copies of one conversation cannot be told apart here; they take turns.
-                return min(there, key=lambda t: t.last_seen)
+                return there[0] if len(there) == 1 else self._next_of(there, points[n - 1], now)
         return None
+
+    def _next_of(self, copies: Sequence[Thread], place: Point, now: float) -> Thread:
+        """Which of several conversations that stand at the same place goes on.
+
+        Their content tells nothing; they take turns. But copies keep the same time: where one has waited as long
+        as one of those did who were here when another went on, it is that one's turn (whoever had waited longer
+        may have ended).
+        """
+        waits = [now - thread.last_seen for thread in copies]
+        before = self._waits.setdefault(place, [])
+        in_time = [
+            thread
+            for thread, wait in zip(copies, waits, strict=True)
+            if any(abs(wait - other) <= SAME_TIME * other for other in before)
+        ]
+        before += waits
+        del before[:-MAX_WAITS]
+        self._waits.move_to_end(place)
+        if len(self._waits) > MAX_PLACES:
+            self._waits.popitem(last=False)
+        return min(in_time or copies, key=lambda thread: thread.last_seen)
 
     def _broken(self, space: Space, points: Sequence[Point], head: int) -> tuple[Thread | None, bool]:
         """The conversation that is broken, and whether the place is known at all."""
