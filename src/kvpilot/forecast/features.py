@@ -1,0 +1,121 @@
+"""What is known of a wait at its beginning, as names that effects are learned for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFacts:
+    """A tool call as the reply has it. ``program``: first … last program of a shell line, with subcommands."""
+
+    name: str
+    program: str | None = None
+    timeout_s: float | None = None
+    background: bool = False
+    agent: bool = False
+    """Whether it starts a sub-agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Between a reply and the conversation's next request."""
+
+    session: str
+    """A name for the session, so that what is particular to it is learned apart."""
+    tools: Sequence[ToolFacts] = ()
+    child: bool = False
+    """Whether the conversation is a sub-agent's."""
+    reply_tokens: int = 0
+    last_s: float | None = None
+    """How long the pause before took."""
+    last_tool: str | None = None
+    """The last tool called before this reply, with its program: how far the work has come."""
+    turns: int = 0
+    """Requests of the conversation so far."""
+
+
+def pause_features(pause: Pause) -> list[str]:
+    """From general to special."""
+    names = ["any", "child" if pause.child else "main"]
+    if not pause.tools:
+        return [*names, *_answered(pause)]
+    tool = slowest(pause.tools)
+    names += ["tool", f"tool:{tool.name}", f"session:{pause.session}", f"session:{pause.session}:{tool.name}"]
+    if tool.program:
+        names += [f"program:{tool.program.split(' ')[0]}", f"line:{tool.program}"]
+        names.append(f"session:{pause.session}:line:{tool.program}")
+    if len(pause.tools) > 1:
+        names += [f"tools:{min(4, len(pause.tools))}", f"tools:{tool.name}"]
+    if tool.timeout_s:
+        names.append(f"timeout:{_octave(tool.timeout_s)}")
+    if tool.background:
+        names.append("background")
+    names.append(f"reply:{tool.name}:{_octave(pause.reply_tokens)}")
+    if pause.last_s is not None:
+        names.append(f"tool:last:{_decade(pause.last_s)}")
+    return names
+
+
+def _answered(pause: Pause) -> list[str]:
+    """A reply without tool calls: a person reads it, or the work is done."""
+    who = "child" if pause.child else "main"
+    names = ["person", f"person:{who}", f"session:{pause.session}:person"]
+    if pause.last_s is not None:
+        names.append(f"person:last:{_decade(pause.last_s)}")
+    if pause.last_tool is not None:
+        names.append(f"person:after:{pause.last_tool}")
+    names += [f"person:reply:{_octave(pause.reply_tokens)}", f"person:turns:{_octave(pause.turns)}"]
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Between two requests of a conversation: the reply and the pause after it."""
+
+    session: str
+    conversation: str
+    child: bool = False
+    turns: int = 0
+    after: ToolFacts | None = None
+    """The tool whose result the request brings; None: a person's words."""
+    added_tokens: int = 0
+    """About how much is new in the prompt."""
+    last_s: float | None = None
+    """How long the cycle before took."""
+    last_reply_tokens: int = 0
+
+
+def cycle_features(cycle: Cycle) -> list[str]:
+    """From general to special."""
+    name = cycle.after.name if cycle.after else "person"
+    line = (cycle.after.program if cycle.after else None) or name
+    names = [
+        "any",
+        "child" if cycle.child else "main",
+        f"turns:{_octave(cycle.turns)}",
+        f"after:{name}",
+        f"after:line:{line}",
+        f"added:{_octave(cycle.added_tokens)}",
+        f"reply:{_octave(cycle.last_reply_tokens)}",
+        f"session:{cycle.session}",
+        f"conversation:{cycle.session}:{cycle.conversation}",
+    ]
+    if cycle.last_s is not None:
+        names.append(f"last:{_octave(cycle.last_s**2)}")
+    return names
+
+
+def slowest(tools: Sequence[ToolFacts]) -> ToolFacts:
+    """The one that a reply with several calls most likely waits for: a sub-agent, else a program, else the last."""
+    return max(reversed(tools), key=lambda tool: (tool.agent, tool.program is not None))
+
+
+def _octave(value: float) -> int:
+    return int(math.log2(1.0 + max(0.0, value)))
+
+
+def _decade(seconds: float) -> int:
+    return min(5, int(math.log10(max(0.001, seconds)) + 3))

@@ -1,0 +1,134 @@
+"""How likely a wait ends in the next moment, given what is known about it: learned online, from cold.
+
+A discrete-time survival model with additive effects (Cox 1972; Tutz & Schmid, "Modeling Discrete Time-to-Event
+Data", 2016, ch. 3). In each time bin b of a wait with features x
+
+    logit h(b | x) = BASE + Σ_f∈x ( w_f[b] + w_f[group of b] + w_f )
+
+so a feature such as "this program" or "this session" shifts the hazard at one time scale, at a few, or at all.
+Weights follow the gradient of the log-likelihood with AdaGrad steps (Duchi et al. 2011): what is seen rarely moves
+fast, what is seen often stays. Squared gradients are forgotten slowly, so that change is followed. A wait that
+has not ended yet counts for the bins it has survived, so those who never return are learned from too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpilot.forecast.bins import BINS, Floats
+
+GROUP = 4
+"""Bins that share a weight (two octaves)."""
+GROUPS = -(-BINS // GROUP)
+COLUMNS = BINS + GROUPS + 1
+BASE = -2.0
+STEP = 0.1
+FIRST_SQUARES = 0.3
+"""What the sum of squared gradients starts with: it bounds the first steps."""
+FORGET = 0.9995
+"""Factor on the squared gradients of a feature per wait."""
+MAX_FEATURES = 20_000
+
+_GROUP_OF = np.arange(BINS) // GROUP
+_STARTS = np.arange(0, BINS, GROUP)
+
+
+class HazardModel:
+    """Learns hazards by feature. All operations are O(features of the wait · BINS); memory is bounded."""
+
+    def __init__(self, max_features: int = MAX_FEATURES) -> None:
+        self._max = max_features
+        self._rows: dict[str, int] = {}
+        self._weights = np.zeros((64, COLUMNS), dtype=np.float32)
+        self._squares = np.full((64, COLUMNS), FIRST_SQUARES, dtype=np.float32)
+
+    def hazards(self, features: Sequence[str]) -> Floats:
+        """[BINS] probability that a wait which has reached a bin ends in it."""
+        rows = [row for name in features if (row := self._rows.get(name)) is not None]
+        return _sigmoid(_logits(self._weights[rows].sum(axis=0, dtype=np.float64)))
+
+    def learn(self, features: Sequence[str], first: int, last: int, ended: bool) -> None:
+        """A wait was under way in bins ``first`` … ``last``, and ended in the last of them, or has not ended."""
+        if last < first:
+            return
+        rows = [self._row(name) for name in features]
+        weights, squares = self._weights[rows], self._squares[rows]
+        slope = np.zeros(BINS)
+        slope[first : last + 1] = _sigmoid(_logits(weights.sum(axis=0, dtype=np.float64)))[first : last + 1]
+        if ended:
+            slope[last] -= 1.0
+        gradient = np.concatenate((slope, np.add.reduceat(slope, _STARTS), [slope.sum()]))
+        squares *= FORGET
+        np.maximum(squares, FIRST_SQUARES, out=squares)
+        squares += np.square(gradient)
+        self._squares[rows] = squares
+        self._weights[rows] = weights - STEP * gradient / np.sqrt(squares)
+
+    def explain(self, features: Iterable[str]) -> dict[str, float]:
+        """Each feature's mean shift of the logit over all bins: what makes a wait short (above 0) or long."""
+        return {
+            name: float(_logits(self._weights[self._rows[name]].astype(np.float64)).mean() - BASE)
+            for name in features
+            if name in self._rows
+        }
+
+    def dump(self) -> dict[str, Any]:
+        """What :meth:`load` takes back, in plain types."""
+        rows = list(self._rows.values())
+        return {
+            "features": list(self._rows),
+            "weights": self._weights[rows].round(4).tolist(),
+            "squares": self._squares[rows].round(3).tolist(),
+        }
+
+    def load(self, raw: dict[str, Any]) -> None:
+        """Takes what :meth:`dump` gave. Raises ValueError when it has another shape; nothing is changed then."""
+        names = raw.get("features", [])
+        weights = np.asarray(raw.get("weights", []), dtype=np.float32)
+        squares = np.asarray(raw.get("squares", []), dtype=np.float32)
+        shape = (len(names), COLUMNS)
+        if names and not (weights.shape == squares.shape == shape and np.isfinite(weights).all()):
+            raise ValueError(f"weights of shape {weights.shape}, {shape} expected")
+        for name, weight, square in zip(names[-self._max :], weights, squares, strict=False):
+            row = self._row(str(name))
+            self._weights[row], self._squares[row] = weight, np.maximum(square, FIRST_SQUARES)
+
+    def _row(self, name: str) -> int:
+        """The feature's row, made where there is none; the feature learned from longest ago gives way."""
+        row = self._rows.pop(name, None)
+        if row is None:
+            if len(self._rows) >= self._max:
+                row = self._rows.pop(next(iter(self._rows)))
+                self._weights[row], self._squares[row] = 0.0, FIRST_SQUARES
+            else:
+                row = len(self._rows)
+                if row >= len(self._weights):
+                    self._weights = _doubled(self._weights, 0.0)
+                    self._squares = _doubled(self._squares, FIRST_SQUARES)
+        self._rows[name] = row
+        return row
+
+
+def _logits(weights: Floats) -> Floats:
+    """[BINS] from summed weights [COLUMNS]."""
+    shared: Floats = weights[BINS : BINS + GROUPS][_GROUP_OF]
+    return np.asarray(BASE + weights[:BINS] + shared + weights[-1])
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    return np.asarray(1.0 / (1.0 + np.exp(-np.maximum(logits, -30.0))))
+
+
+def _doubled(array: npt.NDArray[np.float32], fill: float) -> npt.NDArray[np.float32]:
+    return np.concatenate((array, np.full_like(array, fill)))
+
+
+def log_likelihood(hazards: Floats, last: int, ended: bool) -> float:
+    """Natural log of the probability of a wait that reached bin ``last`` and ended in it (or was cut off there)."""
+    survived = float(np.log1p(-hazards[:last]).sum())
+    return survived + math.log(hazards[last]) if ended else survived

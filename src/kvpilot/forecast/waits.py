@@ -1,0 +1,94 @@
+"""Who waits for what, since when: learns from every wait, and says what each is worth now."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpilot.forecast.bins import BINS, EDGES, Floats, bin_of, bins_of
+from kvpilot.forecast.curve import Curve, curve
+from kvpilot.forecast.hazard import HazardModel
+
+_MILESTONES = (18, 22, 26, 30, 34, 38, 42)
+"""Bins at whose end a wait that goes on is learned from (about 10 s, 40 s, 3 min, 11 min, 43 min, 3 h, 12 h)."""
+
+
+class Open:
+    """A wait under way. ``learned``: the first bin that was not learned from yet."""
+
+    __slots__ = ("curve", "features", "learned", "since")
+
+    def __init__(self, curve: Curve, features: tuple[str, ...], since: float) -> None:
+        self.curve = curve
+        self.features = features
+        self.since = since
+        self.learned = 0
+
+
+class Waits:
+    """One kind of wait, by owner (a small number each).
+
+    ``begin``, then ``end`` (it came back) or ``drop`` (it never will, or nobody will know). What all owners are
+    worth is one look-up; a beginning costs a curve, an end a step of learning.
+    """
+
+    def __init__(self, model: HazardModel) -> None:
+        self.model = model
+        self._since = np.zeros(64)
+        self._worth = np.zeros((64, BINS))
+        self._open: dict[int, Open] = {}
+        self._due: list[tuple[float, int, float, int]] = []
+
+    def begin(self, owner: int, features: Sequence[str], now: float) -> None:
+        """``owner`` begins to wait; a wait that was still open is forgotten."""
+        while owner >= len(self._since):
+            self._since = np.concatenate((self._since, np.zeros_like(self._since)))
+            self._worth = np.concatenate((self._worth, np.zeros_like(self._worth)))
+        found = curve(self.model.hazards(features))
+        self._since[owner] = now
+        self._worth[owner] = found.worth
+        self._open[owner] = Open(found, tuple(features), now)
+        self._remind(owner, now, 0)
+
+    def end(self, owner: int, now: float) -> float | None:
+        """``owner`` came back: how many seconds it was away (None: it did not wait)."""
+        wait = self._open.get(owner)
+        if wait is None:
+            return None
+        elapsed = max(0.0, now - wait.since)
+        self.model.learn(wait.features, wait.learned, max(bin_of(elapsed), wait.learned), ended=True)
+        self.drop(owner)
+        return elapsed
+
+    def drop(self, owner: int) -> None:
+        """The wait is over without an end to learn from."""
+        if self._open.pop(owner, None) is not None:
+            self._worth[owner] = 0.0
+
+    def tick(self, now: float) -> None:
+        """Learn from waits that go on. Call it as time passes, O(waits that have reached a milestone)."""
+        while self._due and self._due[0][0] <= now:
+            _, owner, since, milestone = heapq.heappop(self._due)
+            wait = self._open.get(owner)
+            if wait is None or wait.since != since:
+                continue
+            last = _MILESTONES[milestone]
+            self.model.learn(wait.features, wait.learned, last, ended=False)
+            wait.learned = last + 1
+            self._remind(owner, wait.since, milestone + 1)
+
+    def get(self, owner: int) -> Open | None:
+        """An open wait: its curve, its features and since when it lasts."""
+        return self._open.get(owner)
+
+    def worths(self, now: float) -> Floats:
+        """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait."""
+        bins = bins_of(now - self._since)
+        return self._worth[np.arange(len(bins)), bins]
+
+    def _remind(self, owner: int, since: float, milestone: int) -> None:
+        if milestone < len(_MILESTONES):
+            at = since + float(EDGES[_MILESTONES[milestone] + 1])
+            heapq.heappush(self._due, (at, owner, since, milestone))
