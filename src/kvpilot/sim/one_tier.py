@@ -37,7 +37,7 @@ class Pin(StrEnum):
     """While it is looked up and admitted: a tier below the engine, which loads a copy."""
 
 
-DEFAULT_PIN = Pin.CALL
+DEFAULT_PIN = Pin.LOOKUP
 
 
 class Scenario:

@@ -19,6 +19,7 @@ from kvpilot.sim.baselines import (
     Ttl,
 )
 from kvpilot.sim.belady import belady
+from kvpilot.sim.brain import Kvpilot
 from kvpilot.sim.flat import Flat, run_flat
 from kvpilot.sim.one_tier import Pin, Scenario, run_contexts
 from kvpilot.sim.outcome import Outcome
@@ -77,6 +78,7 @@ POLICIES: dict[str, Entry] = {
     "references": _contexts(References),
     "kvflow": _contexts(StepsToExecution),
     "next-call": Entry(_next_call, uses_hints=True),
+    "kvpilot": _contexts(Kvpilot),
     BELADY: Entry(_belady),
 }
 """In the order of tables."""
