@@ -43,3 +43,14 @@ def test_conversations_are_found_without_ids(scenario: Scenario) -> None:
     found, true = (scenario.view(hints) for hints in (Hints.NONE, Hints.LIFECYCLE))
     pairs = set(zip(found.context.tolist(), true.context.tolist(), strict=True))
     assert len(pairs) == found.contexts == true.contexts
+
+
+@pytest.mark.parametrize("hints", list(Hints))
+def test_kvpilot_closes_half_of_the_gap_where_no_people_are_waited_for(
+    scenario: Scenario, hints: Hints
+) -> None:
+    capacity = int(scenario.working_set)
+    lru, own, best = (
+        _rate(scenario, POLICIES[name].run(scenario, capacity, hints)) for name in (LRU, "kvpilot", BELADY)
+    )
+    assert own - lru > 0.5 * (best - lru)

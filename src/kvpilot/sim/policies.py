@@ -89,6 +89,7 @@ TIERED: dict[str, type[ContextPolicy]] = {
     "continuum": Continuum,
     "references": References,
     "kvflow": StepsToExecution,
+    "kvpilot": Kvpilot,
 }
 """Those that know several tiers; each tier has one of its own."""
 
