@@ -504,9 +504,9 @@ async def test_nothing_is_asked_about_a_request_that_was_refused() -> None:
     engine.free.clear()
     agent.start([user("one")])
     agent.start([user("two")])
-    aborted = agent.start([user("three")])
+    refused = agent.start([user("three")])
     await settled()
-    agent.finish(aborted, 0, aborted=True)
+    agent.finish(refused, 0, status=400)
     engine.free.set()
     await settled()
     assert engine.asked == asking.AT_ONCE

@@ -120,6 +120,15 @@ class Asker:
         goes_on = len(found) >= end and np.array_equal(found[: len(prompt)], prompt)
         return found[:end] if goes_on else None
 
+    @property
+    def full(self) -> bool:
+        return len(self._tasks) >= MAX_OPEN
+
+    async def rendered(self, path: str, chat: Body) -> TokenArray:
+        """What the engine makes of a chat, in its turn. Raises EngineRenderError."""
+        async with self._turn:
+            return await self._rendered(path, chat)
+
     async def _rendered(self, path: str, chat: Body) -> TokenArray:
         try:
             return await self._render(chat)

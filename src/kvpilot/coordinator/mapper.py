@@ -219,6 +219,22 @@ class Mapper:
             return None
         return self._map_end(pending, event)
 
+    def lost(self, event: RequestFinished) -> Pending | None:
+        """A chat that was broken off before anything was told of its tokens; to be asked before its end is taken
+        in."""
+        pending = self._pending.get(event.request_id)
+        told = event.prompt_ids or event.prompt_token_count
+        if pending is None or not event.aborted or told or pending.prompt is not None:
+            return None
+        return pending if pending.body.get("messages") else None
+
+    def on_recovered(self, pending: Pending, prompt: TokenArray) -> Mapped | None:
+        """Such a chat's tokens are known after all."""
+        if pending.turn < pending.started.thread.mapped_turn:
+            return None
+        pending.prompt = prompt
+        return self._move(pending, prompt, None, b"")
+
     def _map_end(self, pending: Pending, event: RequestFinished) -> Mapped | None:
         thread = pending.started.thread
         assert pending.prompt is not None

@@ -14,15 +14,17 @@ from typing import Any
 
 import msgspec
 
-from kvpilot.backends.base import Backend
+from kvpilot.backends.base import Backend, BackendError
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.conversation import Body
+from kvpilot.context.engine_render import EngineRenderError
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Deferral, Work
 from kvpilot.coordinator.asking import SILENT, Asker
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
-from kvpilot.coordinator.mapper import Mapped, Mapper
+from kvpilot.coordinator.mapper import Mapped, Mapper, Pending
+from kvpilot.coordinator.remains import left_behind
 from kvpilot.coordinator.repeats import Repeats, Reused
 from kvpilot.coordinator.segmenting import SegmentQueue
 from kvpilot.coordinator.tasks import ActionTasks
@@ -144,7 +146,11 @@ class CoordinatorService:
             if event.prompt_token_count and not event.prompt_ids:
                 self._ask(event.request_id)  # an engine that does not tell them on chat completions either
             self._counted(event)
+            lost = self.mapper.lost(event)
             mapped = self._mapped(self.mapper.on_finished(event))
+            if lost is not None and self.asker is not None and not self.asker.full:
+                lost.started.thread.awaited += 1
+                self.asker.start(self._recover(self.asker, lost))
             self.tasks.settled.set()
             return mapped
         return self._signalled(event)
@@ -161,6 +167,22 @@ class CoordinatorService:
         self.tasks.changed.set()
         self._mapped(self.mapper.on_answer(request_id, prompt))
         self.tasks.settled.set()
+
+    async def _recover(self, asker: Asker, lost: Pending) -> None:
+        """Let the thread hold what a request left that was broken off before its tokens were told."""
+        thread = lost.started.thread
+        try:
+            tokens = await asker.rendered(lost.path, lost.body)
+            if await left_behind(self.backend, self.references, thread.space, tokens):
+                self._mapped(self.mapper.on_recovered(lost, tokens))
+        except (EngineRenderError, BackendError) as error:
+            log.debug("what a broken off request left is not known: %s", error)
+        except Exception:
+            log.exception("looking for what a broken off request left failed")
+        finally:
+            thread.awaited -= 1
+            self.tasks.changed.set()
+            self.tasks.settled.set()
 
     async def _ask_reply(self, asker: Asker, mapped: Mapped) -> None:
         """Let the thread hold its reply, too, whose tokens nobody told."""
