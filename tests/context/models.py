@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from kvpilot.context.engine_render import EngineRenderer
 from kvpilot.context.render import ChatTemplate, prepare_messages, prepare_tools, template_arguments
 from kvpilot.context.segments import SegmentedPrompt, Segmenter
 from kvpilot.context.vocabulary import Vocabulary
@@ -25,6 +26,22 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 ' + message['content'] + '<|im_end|>' + '
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
+
+# After templates that vLLM users give with --chat-template: tools inside the first message, behind its text.
+HERMES = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- if loop.first and tools %}
+        {{- '\\n<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}
+    {%- endif %}
+    {%- for call in message.tool_calls or () %}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 
 # After Qwen3: tools in the system block, thoughts kept only behind the last question, results of one turn grouped
 # in one user block, an empty thought for a last reply without one.
@@ -142,8 +159,8 @@ class Model:
     def prompt(self, body: Mapping[str, Any]) -> TokenArray:
         return self.encode(self.text(body))
 
-    def segmenter(self, *, template: bool = True) -> Segmenter:
-        return Segmenter(self.template if template else None, self.vocabulary)
+    def segmenter(self, *, template: bool = True, engine: EngineRenderer | None = None) -> Segmenter:
+        return Segmenter(self.template if template else None, self.vocabulary, engine)
 
     def read(self, tokens: TokenArray, start: int, end: int) -> str:
         return self.vocabulary.text(tokens[start:end]).data.decode()

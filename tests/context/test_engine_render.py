@@ -16,7 +16,7 @@ from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages
 from kvpilot.domain import TokenArray
 from kvpilot.stack.launch import Endpoints
 
-from .models import QWEN, Model, model
+from .models import QWEN, SMOLLM, Model, model
 from .test_segments import AGENT
 
 
@@ -71,6 +71,39 @@ async def test_the_engine_tells_where_messages_end(engine: FakeEngine, renderer:
     kinds = [(s.kind.value, s.message, s.name) for s in asked.segments]
     assert kinds[:3] == [("system", 0, None), ("tools", -1, None), ("system", 0, None)]
     assert kinds[-2:] == [("tool_result", 4, "read_file"), ("template", -1, None)]
+
+
+async def test_an_engine_with_a_template_of_its_own_is_asked_before_texts_are_searched(
+    engine: FakeEngine, renderer: EngineRenderer
+) -> None:
+    qwen = engine.chat
+    tokens = qwen.prompt(AGENT)
+    other = Segmenter(model(SMOLLM).template, qwen.vocabulary, renderer)
+    asked = await other.segment(AGENT, tokens)
+    exact = await qwen.segmenter().segment(AGENT, tokens)
+    assert (asked.method, asked.first_message) == ("engine", exact.first_message)
+    kinds = [(s.kind.value, s.message) for s in asked.segments]
+    assert kinds.count(("tool_call", 2)) == 2 and ("thinking", 2) in kinds
+    for start, end in ((0, 1), (1, 2), (1, 3), (2, 5)):
+        assert spans_of_messages(asked, start, end) == spans_of_messages(exact, start, end)
+    longer = {**AGENT, "messages": [*AGENT["messages"], {"role": "user", "content": "Go on, please."}]}
+    more = qwen.prompt(longer)
+    kept = await other.segment(longer, more, previous=PreviousMap(asked, tokens, 5))
+    # Now the old thought is gone, which only the engine's template knows: the text tells where this one begins.
+    assert qwen.read(more, *spans_of_messages(kept, 5, 6)) == "Go on, please.<|im_end|>\n"  # type: ignore[misc]
+    engine.status = 503
+    assert (await other.segment(AGENT, tokens)).method == "search"
+
+
+async def test_the_engine_tells_where_a_first_user_message_begins(
+    engine: FakeEngine, renderer: EngineRenderer
+) -> None:
+    engine.chat = model(SMOLLM)
+    body = {"messages": [{"role": "user", "content": "Hello."}]}
+    tokens = engine.chat.prompt(body)
+    asked = await Segmenter(None, None, renderer).segment(body, tokens)
+    said = engine.chat.read(tokens, *spans_of_messages(asked, 0, 1))  # type: ignore[misc]
+    assert said == "Hello.<|im_end|>\n"
 
 
 async def test_only_new_messages_are_asked_for(engine: FakeEngine, renderer: EngineRenderer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpilot.context.segments import PreviousMap, SegmentedPrompt, spans_of_messages
 
-from .models import LLAMA, QWEN, SMOLLM, Model, assert_tiles, model
+from .models import HERMES, LLAMA, QWEN, SMOLLM, Model, assert_tiles, model
 
 words = st.sampled_from(
     ["a", "user", "system\n", "ls", " ", "\n", "é", "e\u0301", "你好", '"x"', "<b>", "tool", "🙂"]
@@ -100,7 +100,7 @@ def test_thinking_tool_using_agents_are_exact(
             assert text.count("<tool_response>") == 1
 
 
-@given(agent_turns(), tool_lists(), st.sampled_from([SMOLLM, QWEN, LLAMA]))
+@given(agent_turns(), tool_lists(), st.sampled_from([SMOLLM, QWEN, LLAMA, HERMES]))
 @settings(max_examples=50, deadline=None)
 def test_searching_without_the_template_still_tiles(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
@@ -108,7 +108,16 @@ def test_searching_without_the_template_still_tiles(
     chat = model(template)
     if template is LLAMA:  # it takes one call at a time
         messages = [m | {"tool_calls": m["tool_calls"][:1]} if m.get("tool_calls") else m for m in messages]
-    segment(chat, {"messages": messages, "tools": tools}, template=False)
+    body = {"messages": messages, "tools": tools}
+    searched, _ = segment(chat, body, template=False)
+    exact, _ = segment(chat, body)
+    if exact.method != "template" or exact.reason:
+        return
+    # What is told at all begins no earlier than the message does, and behind the one before it.
+    for number in range(1, len(messages)):
+        span = spans_of_messages(searched, number, number + 1)
+        whole = spans_of_messages(exact, number, number + 1)
+        assert span is None or whole is None or whole[0] <= span[0] <= whole[1]
 
 
 @given(agent_turns(), tool_lists(), st.integers(1, 12))

@@ -10,7 +10,7 @@ import pytest
 from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages, spans_of_tools
 from kvpilot.domain import SegmentKind
 
-from .models import LLAMA, QWEN, SMOLLM, assert_tiles, model, texts
+from .models import HERMES, LLAMA, QWEN, SMOLLM, assert_tiles, model, texts
 
 
 def call(identity: str, name: str, arguments: str) -> dict[str, Any]:
@@ -271,12 +271,44 @@ async def test_without_the_template_the_texts_are_found() -> None:
         prompt = await chat.segmenter(template=False).segment(AGENT, tokens)
         assert_tiles(prompt, len(tokens))
         assert prompt.method == "search"
-        said = [chat.read(tokens, *spans_of_messages(prompt, n, n + 1)) for n in range(5)]  # type: ignore[misc]
-        assert said[0] == "<|im_start|>system\nYou are a coding agent. Ünïcödé → ok."
-        assert said[3].endswith("<tool_response>\na b.py\nREADME")
-        assert said[4].startswith("\n</tool_response>\n<tool_response>")
-        assert said[1].endswith("<|im_end|>\n<|im_start|>user\nuser")
+        said = [chat.read(tokens, *spans_of_messages(prompt, n, n + 1)) for n in (3, 4)]  # type: ignore[misc]
+        assert said[0] == "a b.py\nREADME\n</tool_response>\n<tool_response>\n"
+        assert spans_of_messages(prompt, 1, 2) is None, "the text of message 1 is in the template, too"
+        assert said[1] == "print('<hi>')\n"
         assert chat.read(tokens, *spans_of_tools(prompt, 0, 1)).startswith('{"type"')  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("template", [HERMES, QWEN, LLAMA])
+@pytest.mark.parametrize("first", ["system", "user"])
+async def test_searched_messages_do_not_take_the_tools_with_them(template: str, first: str) -> None:
+    chat = model(template)
+    body = {
+        "tools": TOOLS,
+        "messages": [
+            {"role": first, "content": "You are a coding agent."},
+            {"role": "user", "content": "Runs read_file."},  # as the tool's own description says
+            {"role": "assistant", "content": "Let me look at that."},
+        ],
+    }
+    tokens = chat.prompt(body)
+    prompt = await chat.segmenter(template=False).segment(body, tokens)
+    assert (prompt.method, prompt.reason) == ("search", None)
+    said = [chat.read(tokens, *spans_of_messages(prompt, n, n + 1)) for n in (1, 2)]  # type: ignore[misc]
+    assert said[0].startswith("Runs read_file.") and said[1].startswith("Let me look at that.")
+    assert not any('"ls"' in text for text in said)
+
+
+@pytest.mark.parametrize("shown", ["{0} {0}", "something else"])
+async def test_a_searched_range_that_is_not_certain_is_not_told(shown: str) -> None:
+    """The template shows message 3 twice, or not as it is."""
+    chat = model(SMOLLM)
+    messages = [{"role": "user", "content": f"It is question number {n}."} for n in range(6)]
+    seen = [*messages[:3], {"role": "user", "content": shown.format(messages[3]["content"])}, *messages[4:]]
+    prompt = await chat.segmenter().segment({"messages": messages}, chat.prompt({"messages": seen}))
+    assert prompt.method == "search" and prompt.reason
+    assert spans_of_messages(prompt, 0, 1) and spans_of_messages(prompt, 5, 6)
+    for start, end in ((1, 4), (2, 3), (3, 4), (4, 5)):
+        assert spans_of_messages(prompt, start, end) is None
 
 
 async def test_sentencepiece_like_vocabularies_are_exact_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import msgspec
@@ -84,6 +85,20 @@ def edit(session: str, messages: list[dict[str, str]], start: int, end: int) -> 
     body = json.dumps({"messages": messages}).encode()
     target = TargetKind.MESSAGES
     return Command(ActionKind.EVICT, "default", "", SessionRef(session), target, start, end, body)
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 3), (5, 9)])
+async def test_a_range_whose_borders_are_not_certain_is_not_guessed(start: int, end: int) -> None:
+    world = World()
+    a = [SYSTEM, *(user(words(f"m{n}x", 12)) for n in range(4))]
+    world.turn(a, "A")
+    world.segmented(a, "A")
+    (known,) = world.service.segments._known.values()
+    known.map = dataclasses.replace(known.map, inexact=frozenset((1, 4)))
+    (record,) = await world.service.command(edit("A", a, start, end))
+    assert record.status is OutcomeStatus.MISSING and record.reason
+    (record,) = await world.settle(await world.service.command(edit("A", a, 3, 4)))
+    assert record.status is OutcomeStatus.DONE and record.confirmed
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -3,13 +3,16 @@
 Two ways. *By template*: the template rendered over the first k messages ends where message k ends in the full
 prompt, exactly. Templates that treat a last message in their own way (a kept thought, a closed tool group) are
 asked again with a stand-in message behind it. *By search*: each message's text is looked for behind the one
-before; template text between two messages then goes to the second.
+before. Template text between two messages (tools among it) then goes to the first: what stands before a message's
+own text does not change with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from kvpilot.context.pieces import Piece, tool_shapes
 from kvpilot.context.render import RenderError
 from kvpilot.context.segmented import Span
 from kvpilot.context.vocabulary import TokenText
+from kvpilot.domain import SegmentKind
 
 Prepared = Mapping[str, Any]
 Render = Callable[[Sequence[Prepared], bool], bytes]
@@ -39,8 +43,8 @@ class Layout:
     ends: list[int] = field(default_factory=list)
     tools: Span | None = None
     per_tool: list[Span] = field(default_factory=list)
-    missing: int = 0
-    """Messages whose end is not exact: their text was not found where the template should have put it."""
+    inexact: set[int] = field(default_factory=set)
+    """Messages whose end is not certain; -1 when it is not where the first begins."""
 
     def span(self, message: int) -> Span:
         return (self.ends[message - 1] if message else self.first, self.ends[message])
@@ -80,12 +84,21 @@ class Finder:
             return first
         at = first
         for _ in range(_TRIES):
-            if at + len(needle) in self.special or at + len(needle) == len(self.data):
+            if self._at_border(at + len(needle)):
                 return at
             at = self.data.find(needle, at + 1, end)
             if at < 0:
                 break
         return first
+
+    def without(self, span: Span) -> Finder:
+        """One that finds nothing in ``span``."""
+        other = copy(self)
+        other.data = self.data[: span[0]] + bytes(span[1] - span[0]) + self.data[span[1] :]
+        return other
+
+    def _at_border(self, offset: int) -> bool:
+        return offset in self.special or offset == len(self.data)
 
     def pieces(self, pieces: Sequence[Piece], start: int, end: int) -> list[tuple[Piece, Span]]:
         """Those pieces that are there, one behind the other."""
@@ -125,16 +138,15 @@ class TemplateAlignment:
         self._pieces = pieces
         self._stand_ins: dict[tuple[str, ...], tuple[bytes, ...]] = {}
 
-    def ends(self, known: Sequence[int]) -> tuple[list[int], int]:
-        """The end of every message, and how many of them are not exact; ``known``: leading ends already known."""
+    def ends(self, known: Sequence[int]) -> tuple[list[int], set[int]]:
+        """The end of every message, and which of them are not exact; ``known``: leading ends already known."""
         ends: list[int | None] = list(known)
         at = known[-1] if known else 0
         for number in range(len(known), len(self._messages)):
             end = self._end_after(number, at)
             ends.append(end)
             at = at if end is None else end
-        missing = ends.count(None)
-        return self._fill(ends), missing
+        return self._fill(ends), {number for number, end in enumerate(ends) if end is None}
 
     def first(self, end: int) -> int:
         """Where message 0 begins: behind what the template writes unasked (only told for a user message)."""
@@ -220,22 +232,63 @@ class TemplateAlignment:
 
 
 def search_layout(
-    finder: Finder,
-    pieces: Sequence[Sequence[Piece]],
-    tools: Sequence[Mapping[str, Any]],
-    known: Sequence[int],
-) -> Layout:
-    """Layout by looking for each message's text behind the one before."""
-    layout = Layout(ends=list(known))
-    for message in pieces[len(known) :]:
-        at = layout.ends[-1] if layout.ends else 0
-        found = finder.pieces(message, at, len(finder.data))
-        layout.missing += not found
-        layout.ends.append(found[-1][1][1] if found else at)
-    layout.per_tool = finder.tools(tools, 0, len(finder.data))
+    finder: Finder, pieces: Sequence[Sequence[Piece]], tools: Sequence[Mapping[str, Any]]
+) -> Layout | None:
+    """Layout by looking for each message's text behind the one before, and not in the tools; None without any.
+
+    An end is certain only between two messages that are there whole (but for thoughts, which templates drop) and
+    could, in the order of all, be nowhere else.
+    """
+    layout = Layout(per_tool=finder.tools(tools, 0, len(finder.data)))
     if layout.per_tool:
         layout.tools = (layout.per_tool[0][0], layout.per_tool[-1][1])
+        finder = finder.without(layout.tools)
+    places, doubtful = _places(finder, pieces)
+    if not any(places):
+        return None
+    layout.first = at = places[0][0] if places[0] else 0
+    for place, following in zip_longest(places, places[1:]):
+        at = following[0] if following else place[1] if place else at
+        layout.ends.append(at)
+    if layout.tools and layout.tools[0] >= at:
+        layout.ends[-1] = layout.tools[1]
+    layout.inexact = doubtful | {number - 1 for number in doubtful}
+    # Tools in a shape of the template's own, behind the last message: where that one ends nobody can tell.
+    if not layout.tools and any(name in finder.data[at:] for name in _names(tools)):
+        layout.inexact.add(len(places) - 1)
     return layout
+
+
+def _places(finder: Finder, pieces: Sequence[Sequence[Piece]]) -> tuple[list[Span | None], set[int]]:
+    """Of each message where its first text begins and its last ends, and which may be elsewhere."""
+    places: list[Span | None] = []
+    doubtful: set[int] = set()
+    at = 0
+    for number, message in enumerate(pieces):
+        found = finder.pieces(message, at, len(finder.data))
+        places.append((found[0][1][0], found[-1][1][1]) if found else None)
+        at = found[-1][1][1] if found else at
+        there = sum(piece.kind is not SegmentKind.THINKING for piece, _ in found)
+        if not found:
+            doubtful |= {max(0, number - 1), number}  # the one before may have been found too far behind
+        elif there < sum(piece.kind is not SegmentKind.THINKING for piece in message):
+            doubtful.add(number)
+    texts = [(number, finder.data[slice(*place)]) for number, place in enumerate(places) if place]
+    foremost, at = {}, 0
+    for number, text in texts:
+        foremost[number] = finder.data.find(text, at)
+        at = foremost[number] + len(text)
+    at = len(finder.data)
+    for number, text in reversed(texts):
+        at = finder.data.rfind(text, 0, at)
+        if at != foremost[number]:
+            doubtful.add(number)
+    return places, doubtful
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    names = [(tool.get("function") or tool).get("name") for tool in tools]
+    return [name.encode() for name in names if isinstance(name, str) and name]
 
 
 def inserted_span(text: bytes, without: bytes, special: set[int]) -> Span | None:

@@ -21,6 +21,8 @@ from kvpilot.domain import TokenArray
 
 PROMPT_S = 30.0
 """How long a prompt's tokens are waited for: nobody waits behind it, and a busy engine takes its time."""
+_STAND_IN = "\u2047"
+"""No message begins like this."""
 
 
 class _Answer(msgspec.Struct):
@@ -37,11 +39,13 @@ class EngineRefusedError(EngineRenderError):
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Token ends of the messages; ``inexact``: how many of them only mark where the renderings part."""
+    """Token ends of the messages; ``inexact``: those that only mark where the renderings part."""
 
     ends: list[int]
-    inexact: int
+    inexact: set[int]
     tools: tuple[int, int] | None
+    first: int = 0
+    """Where message 0 begins: behind what the template writes unasked (only told for a user message)."""
 
 
 class EngineRenderer:
@@ -78,8 +82,9 @@ class EngineRenderer:
         Raises EngineRenderError when the engine does not answer or does not render this prompt at all.
         """
         ends = list(known)
-        inexact = 0
+        inexact: set[int] = set()
         tools = None
+        first = 0
         messages = body["messages"]
         try:
             async with asyncio.timeout(self._budget_s):
@@ -88,21 +93,27 @@ class EngineRenderer:
                     raise EngineRenderError("the engine's /tokenize renders another prompt")
                 if body.get("tools") and not known:
                     tools = _insertion(whole, await self._tokenize(body, messages, None, generation=True))
+                if messages[0].get("role") == "user" and not known:
+                    other = [{"role": "user", "content": _STAND_IN}]
+                    first = _common(
+                        await self._tokenize(body, other, body.get("tools"), generation=False), prompt
+                    )
                 while len(ends) < len(messages):
                     tokens = await self._tokenize(
                         body, messages[: len(ends) + 1], body.get("tools"), generation=False
                     )
                     shared = _common(tokens, prompt)
-                    inexact += shared < len(tokens)
+                    if shared < len(tokens):
+                        inexact.add(len(ends))
                     ends.append(max(shared, ends[-1] if ends else 0))
         except TimeoutError:
             if not ends:
                 raise EngineRenderError(f"no answer from {self._url} in {self._budget_s} s") from None
-            inexact += len(messages) - len(ends)
+            inexact |= set(range(len(ends), len(messages)))
             ends += [ends[-1]] * (len(messages) - len(ends))
         except (aiohttp.ClientError, ValueError, KeyError) as error:
             raise EngineRenderError(f"{self._url}: {error}") from None
-        return TokenLayout(ends, inexact, tools)
+        return TokenLayout(ends, inexact, tools, min(first, ends[0]))
 
     async def _tokenize(
         self, body: Mapping[str, Any], messages: Sequence[Any], tools: Any, *, generation: bool

@@ -15,10 +15,11 @@ Span = tuple[int, int]
 class SegmentedPrompt:
     """A prompt cut into segments that tile ``[0, length)``; all numbers are tokens.
 
-    ``method``: ``template`` (exact), ``search`` (by the messages' texts), ``engine`` (asked from the engine),
+    ``method``: ``template`` (exact), ``engine`` (asked from the engine), ``search`` (by the messages' texts),
     ``completion`` (no messages to tell apart) or ``none``. Message ``k`` ends at ``message_ends[k]``, the first
     begins at ``first_message``. ``tool_spans`` has each tool, or nothing when they cannot be told apart.
-    ``reason`` says what is not exact, or why there is nothing.
+    ``inexact`` has the messages whose end is not certain (-1: it is not where the first begins), ``reason`` says
+    it in words, or why there is nothing.
     """
 
     segments: tuple[Segment, ...]
@@ -28,6 +29,7 @@ class SegmentedPrompt:
     message_ends: list[int] = field(default_factory=list)
     tools_span: Span | None = None
     tool_spans: list[Span] = field(default_factory=list)
+    inexact: frozenset[int] = frozenset()
     reason: str | None = None
 
 
@@ -41,9 +43,9 @@ class PreviousMap:
 
 
 def spans_of_messages(prompt: SegmentedPrompt, start: int, end: int) -> Span | None:
-    """Tokens of the messages ``[start, end)``; None when the prompt has none of them or cannot tell."""
+    """Tokens of the messages ``[start, end)``; None when the prompt has none of them or cannot tell exactly."""
     end = min(end, len(prompt.message_ends))
-    if not 0 <= start < end:
+    if not 0 <= start < end or not prompt.inexact.isdisjoint((start - 1, end - 1)):
         return None
     return prompt.message_ends[start - 1] if start else prompt.first_message, prompt.message_ends[end - 1]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvpilot.context.align import (
     inserted_span,
     search_layout,
 )
-from kvpilot.context.engine_render import EngineRenderer, EngineRenderError
+from kvpilot.context.engine_render import EngineRenderer, EngineRenderError, TokenLayout
 from kvpilot.context.pieces import Piece, pieces_of, role_kind, tool_names
 from kvpilot.context.render import (
     ChatTemplate,
@@ -91,18 +92,23 @@ class Segmenter:
         length = len(prompt_tokens)
         if not body.get("messages"):
             return single(SegmentKind.USER, length, "completion", None)
+        reason = "the messages are not in the prompt's text"
         try:
-            done = await asyncio.to_thread(self._locally, body, prompt_tokens, previous)
+            texts = await asyncio.to_thread(self._texts, body, prompt_tokens)
+            done: SegmentedPrompt | None = None
+            if texts is not None:
+                done = await asyncio.to_thread(self._rendered, body, prompt_tokens, texts, previous)
             if done is None and self._engine is not None:
-                done = await _by_engine(self._engine, body, prompt_tokens, previous)
-        except EngineRenderError as error:
-            return single(SegmentKind.TEMPLATE, length, "none", str(error))
+                try:
+                    done = await _by_engine(self._engine, body, prompt_tokens, texts, previous)
+                except EngineRenderError as error:
+                    reason = str(error)
+            if done is None and texts is not None:
+                done = await asyncio.to_thread(_by_search, body, texts)
         except Exception as error:  # a client's odd JSON must not end more than its own map
             log.exception("a prompt could not be segmented")
             return single(SegmentKind.TEMPLATE, length, "none", f"{type(error).__name__}: {error}")
-        return done or single(
-            SegmentKind.TEMPLATE, length, "none", "the messages are not in the prompt's text"
-        )
+        return done or single(SegmentKind.TEMPLATE, length, "none", reason)
 
     def reply(self, prompt: SegmentedPrompt, message: JsonObject, output_tokens: TokenArray) -> list[Segment]:
         """Segments of a reply, with spans that follow the prompt's. ``message``: the reply as a message."""
@@ -119,30 +125,26 @@ class Segmenter:
             labels = [Label(len(output_tokens), _only_kind(message, pieces), index)]
         return tile([label._replace(end=prompt.length + label.end) for label in labels], prompt.length)
 
-    def _locally(
-        self, body: JsonObject, tokens: TokenArray, previous: PreviousMap | None
-    ) -> SegmentedPrompt | None:
-        """By template or search; None when neither finds the messages in the prompt."""
+    def _texts(self, body: JsonObject, tokens: TokenArray) -> _Texts | None:
+        """None when the tokens' text is not known."""
         if self._vocabulary is None:
             return None
         try:
             text = self._vocabulary.text(tokens)
         except VocabularyError:
             return None
-        messages: Sequence[JsonObject] = body["messages"]
-        names = tool_names(messages)
-        pieces = [pieces_of(message, names) for message in messages]
-        finder = Finder(text, self._vocabulary.normalize)
-        for method in ("template", "search"):
-            kept = _kept(previous, method, tokens)
-            known = [int(text.ends[end - 1]) if end else 0 for end in kept]
-            if method == "template":
-                layout = self._by_template(body, finder, pieces, known)
-            else:
-                layout = search_layout(finder, pieces, _tools(body), known)
-            if layout is not None and layout.missing < len(messages):
-                return _assemble(method, body, text, finder, pieces, layout, previous if kept else None, kept)
-        return None
+        names = tool_names(body["messages"])
+        pieces = [pieces_of(message, names) for message in body["messages"]]
+        return _Texts(text, Finder(text, self._vocabulary.normalize), pieces)
+
+    def _rendered(
+        self, body: JsonObject, tokens: TokenArray, texts: _Texts, previous: PreviousMap | None
+    ) -> SegmentedPrompt | None:
+        kept = _kept(previous, "template", tokens)
+        layout = self._by_template(body, texts.finder, texts.pieces, [texts.offset(end) for end in kept])
+        if layout is None or len(layout.inexact) == len(body["messages"]):
+            return None
+        return _assemble("template", body, texts, layout, previous if kept else None, kept)
 
     def _by_template(
         self,
@@ -177,7 +179,7 @@ class Segmenter:
                 continue
             alignment = TemplateAlignment(finder, render, messages, pieces)
             layout = Layout()
-            layout.ends, layout.missing = alignment.ends(known)
+            layout.ends, layout.inexact = alignment.ends(known)
             if not known:
                 layout.first = alignment.first(layout.ends[0])
                 if tools:
@@ -191,33 +193,85 @@ class Segmenter:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A prompt's text, and what its messages may show up as in it."""
+
+    text: TokenText
+    finder: Finder
+    pieces: Sequence[Sequence[Piece]]
+
+    def offset(self, tokens: int) -> int:
+        """Bytes of the first ``tokens`` tokens."""
+        return int(self.text.ends[tokens - 1]) if tokens else 0
+
+
+def _by_search(body: JsonObject, texts: _Texts) -> SegmentedPrompt | None:
+    """By the messages' texts alone; None when the prompt has none of them."""
+    layout = search_layout(texts.finder, texts.pieces, _tools(body))
+    return _assemble("search", body, texts, layout, None, []) if layout else None
+
+
 async def _by_engine(
-    engine: EngineRenderer, body: JsonObject, tokens: TokenArray, previous: PreviousMap | None
+    engine: EngineRenderer,
+    body: JsonObject,
+    tokens: TokenArray,
+    texts: _Texts | None,
+    previous: PreviousMap | None,
 ) -> SegmentedPrompt:
-    """By asking the engine; message ends are exact, what a message consists of cannot be told apart."""
+    """By asking the engine: message ends are exact. Without ``texts`` what a message consists of is not told
+    apart. Raises EngineRenderError."""
     kept = _kept(previous, "engine", tokens)
     found = await engine.layout(body, tokens, kept)
+    if kept and previous:
+        found.inexact.update(number for number in previous.prompt.inexact if number < len(kept))
+        found = replace(found, tools=previous.prompt.tools_span, first=previous.prompt.first_message)
+    return await asyncio.to_thread(_asked, body, tokens, texts, found)
+
+
+def _asked(body: JsonObject, tokens: TokenArray, texts: _Texts | None, found: TokenLayout) -> SegmentedPrompt:
     messages: Sequence[JsonObject] = body["messages"]
+    ends, inexact = list(found.ends), set(found.inexact)
+    searched = search_layout(texts.finder, texts.pieces, _tools(body)) if texts and inexact else None
+    if texts and searched:
+        _fill_in(ends, inexact, searched, texts.text)
+    labels = [Label(found.first, SegmentKind.TEMPLATE)]
     names = tool_names(messages)
-    labels = []
-    for index, (message, end) in enumerate(zip(messages, found.ends, strict=True)):
-        pieces = pieces_of(message, names)
-        called = {piece.name for piece in pieces}
-        labels.append(
-            Label(end, _only_kind(message, pieces), index, called.pop() if len(called) == 1 else None)
-        )
+    for index, (start, end) in enumerate(pairwise([found.first, *ends])):
+        if texts is None:
+            pieces = pieces_of(messages[index], names)
+            called = {piece.name for piece in pieces}
+            name = called.pop() if len(called) == 1 else None
+            labels.append(Label(end, _only_kind(messages[index], pieces), index, name))
+            continue
+        span = texts.offset(start), texts.offset(end)
+        told = _message_labels(texts.finder, messages[index], texts.pieces[index], index, span)
+        labels += [*_in_tokens(texts.text, told[:-1]), told[-1]._replace(end=end)]
     segments = tile([*labels, Label(len(tokens), SegmentKind.TEMPLATE)], 0)
-    tools = previous.prompt.tools_span if kept and previous else found.tools
-    if tools:
-        segments = overlay(segments, tool_segments(tools, [], []))
+    if found.tools:
+        segments = overlay(segments, tool_segments(found.tools, [], []))
     return SegmentedPrompt(
         tuple(segments),
         "engine",
         len(tokens),
-        message_ends=found.ends,
-        tools_span=tools,
-        reason=_inexact(found.inexact),
+        first_message=found.first,
+        message_ends=ends,
+        tools_span=found.tools,
+        inexact=frozenset(inexact),
+        reason=_inexact(inexact),
     )
+
+
+def _fill_in(ends: list[int], inexact: set[int], searched: Layout, text: TokenText) -> None:
+    """Ends that the engine left open, from a search where that is certain and agrees with the ends around."""
+    for number in sorted(inexact - searched.inexact):
+        end = text.tokens_before(searched.ends[number])
+        after = next((ends[n] for n in range(number + 1, len(ends)) if n not in inexact), len(text.ends))
+        if (ends[number - 1] if number else 0) <= end <= after:
+            ends[number] = end
+            inexact.discard(number)
+    for number in range(1, len(ends)):
+        ends[number] = max(ends[number], ends[number - 1])
 
 
 def _kept(previous: PreviousMap | None, method: str, tokens: TokenArray) -> list[int]:
@@ -228,6 +282,8 @@ def _kept(previous: PreviousMap | None, method: str, tokens: TokenArray) -> list
     differs = np.flatnonzero(previous.tokens[:shared] != tokens[:shared])
     shared = int(differs[0]) if len(differs) else shared
     ends = [end for end in previous.prompt.message_ends[: previous.messages] if end <= shared]
+    while len(ends) - 1 in previous.prompt.inexact and ends:  # an end that was not told in time, say
+        ends.pop()
     tools = previous.prompt.tools_span
     return [] if tools and ends and tools[1] > ends[-1] else ends
 
@@ -257,24 +313,26 @@ def _locate_tools(
 def _assemble(
     method: str,
     body: JsonObject,
-    text: TokenText,
-    finder: Finder,
-    pieces: Sequence[Sequence[Piece]],
+    texts: _Texts,
     layout: Layout,
     previous: PreviousMap | None,
     kept: Sequence[int],
 ) -> SegmentedPrompt:
     """A layout in bytes as segments in tokens, behind what is ``kept`` of the previous map."""
     messages: Sequence[JsonObject] = body["messages"]
+    text, inexact = texts.text, set(layout.inexact)
     labels = [] if kept else [Label(layout.first, SegmentKind.TEMPLATE)]
     for index in range(len(kept), len(messages)):
-        labels += _message_labels(finder, messages[index], pieces[index], index, layout.span(index))
+        labels += _message_labels(
+            texts.finder, messages[index], texts.pieces[index], index, layout.span(index)
+        )
     labels.append(Label(len(text.data), SegmentKind.TEMPLATE))
     segments = tile(_in_tokens(text, labels), kept[-1] if kept else 0)
     if previous is not None:
         old = previous.prompt
         segments = [segment for segment in old.segments if segment.end <= kept[-1]] + segments
         first, tools, tool_spans = old.first_message, old.tools_span, old.tool_spans
+        inexact.update(number for number in old.inexact if number < len(kept))
     else:
         first = text.tokens_before(layout.first)
         tools = _span_in_tokens(text, layout.tools) if layout.tools else None
@@ -290,7 +348,8 @@ def _assemble(
         message_ends=[*kept, *(text.tokens_before(end) for end in layout.ends[len(kept) :])],
         tools_span=tools,
         tool_spans=tool_spans,
-        reason=_inexact(layout.missing),
+        inexact=frozenset(inexact),
+        reason=_inexact(inexact),
     )
 
 
@@ -331,5 +390,6 @@ def _tools(body: JsonObject) -> Sequence[JsonObject]:
     return body.get("tools") or ()
 
 
-def _inexact(count: int) -> str | None:
+def _inexact(messages: Collection[int]) -> str | None:
+    count = sum(number >= 0 for number in messages)
     return f"{count} messages do not end exactly where the map says" if count else None

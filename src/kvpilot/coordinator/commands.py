@@ -208,6 +208,8 @@ class Resolver:
             total = self._references.length(thread.owner)
             if command.start == known:
                 ends = segmented.message_ends
+                if known - 1 in segmented.inexact:
+                    raise Missing("where the last message ends is not known")
                 return (ends[-1] if ends else 0), total
             span = spans_of_messages(segmented, command.start, end)
             if span is not None and command.end > known:
