@@ -12,7 +12,7 @@ from aiohttp import ClientSession, web
 
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.engine_render import EngineRefusedError, EngineRenderer, EngineRenderError
-from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages
+from kvpilot.context.segments import PreviousMap, Segmenter, spans_of_messages, spans_of_tools
 from kvpilot.domain import TokenArray
 from kvpilot.stack.launch import Endpoints
 
@@ -86,6 +86,10 @@ async def test_an_engine_with_a_template_of_its_own_is_asked_before_texts_are_se
     assert kinds.count(("tool_call", 2)) == 2 and ("thinking", 2) in kinds
     for start, end in ((0, 1), (1, 2), (1, 3), (2, 5)):
         assert spans_of_messages(asked, start, end) == spans_of_messages(exact, start, end)
+    assert asked.tools_span == exact.tools_span
+    assert spans_of_tools(asked, 1, 2) == spans_of_tools(exact, 1, 2)
+    blind = await Segmenter(None, None, renderer).segment(AGENT, tokens)
+    assert (spans_of_tools(blind, 0, 1), spans_of_tools(blind, 1, 2)) == (exact.tools_span, None)
     longer = {**AGENT, "messages": [*AGENT["messages"], {"role": "user", "content": "Go on, please."}]}
     more = qwen.prompt(longer)
     kept = await other.segment(longer, more, previous=PreviousMap(asked, tokens, 5))

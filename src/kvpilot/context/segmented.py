@@ -51,9 +51,10 @@ def spans_of_messages(prompt: SegmentedPrompt, start: int, end: int) -> Span | N
 
 
 def spans_of_tools(prompt: SegmentedPrompt, start: int, end: int) -> Span | None:
-    """Tokens of the tools ``[start, end)``: of just these where they can be told apart, else of all tools."""
+    """Tokens of the tools ``[start, end)``: of just these where they can be told apart. Else of all tools for those
+    from the first on, whose followers are of no use without them; None for others, who would take the first along."""
     if not prompt.tool_spans:
-        return prompt.tools_span
+        return None if start else prompt.tools_span
     spans = prompt.tool_spans[start:end]
     return (spans[0][0], spans[-1][1]) if spans else None
 

@@ -248,18 +248,33 @@ def _asked(body: JsonObject, tokens: TokenArray, texts: _Texts | None, found: To
         told = _message_labels(texts.finder, messages[index], texts.pieces[index], index, span)
         labels += [*_in_tokens(texts.text, told[:-1]), told[-1]._replace(end=end)]
     segments = tile([*labels, Label(len(tokens), SegmentKind.TEMPLATE)], 0)
-    if found.tools:
-        segments = overlay(segments, tool_segments(found.tools, [], []))
+    tools, tool_spans = found.tools, _each_tool(body, texts)
+    if tool_spans:
+        inside = (tool_spans[0][0], tool_spans[-1][1])
+        tools = tools or inside
+        tool_spans = tool_spans if tools[0] <= inside[0] and inside[1] <= tools[1] else []
+    if tools:
+        segments = overlay(
+            segments, tool_segments(tools, tool_spans, _tool_names(body) if tool_spans else [])
+        )
     return SegmentedPrompt(
         tuple(segments),
         "engine",
         len(tokens),
         first_message=found.first,
         message_ends=ends,
-        tools_span=found.tools,
+        tools_span=tools,
+        tool_spans=tool_spans,
         inexact=frozenset(inexact),
         reason=_inexact(inexact),
     )
+
+
+def _each_tool(body: JsonObject, texts: _Texts | None) -> list[Span]:
+    if texts is None:
+        return []
+    found = texts.finder.tools(_tools(body), 0, len(texts.text.data))
+    return [_span_in_tokens(texts.text, span) for span in found]
 
 
 def _fill_in(ends: list[int], inexact: set[int], searched: Layout, text: TokenText) -> None:
@@ -338,8 +353,8 @@ def _assemble(
         tools = _span_in_tokens(text, layout.tools) if layout.tools else None
         tool_spans = [_span_in_tokens(text, span) for span in layout.per_tool]
         if tools:
-            names = [str((tool.get("function") or tool).get("name")) for tool in _tools(body)]
-            segments = overlay(segments, tool_segments(tools, tool_spans, names if tool_spans else []))
+            names = _tool_names(body) if tool_spans else []
+            segments = overlay(segments, tool_segments(tools, tool_spans, names))
     return SegmentedPrompt(
         tuple(segments),
         method,
@@ -384,6 +399,10 @@ def _in_tokens(text: TokenText, labels: Sequence[Label]) -> list[Label]:
 
 def _span_in_tokens(text: TokenText, span: Span) -> Span:
     return text.tokens_before(span[0]), text.tokens_before(span[1])
+
+
+def _tool_names(body: JsonObject) -> list[str]:
+    return [str((tool.get("function") or tool).get("name")) for tool in _tools(body)]
 
 
 def _tools(body: JsonObject) -> Sequence[JsonObject]:
