@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,11 +31,8 @@ class _Item(_Block, gc=False):
 _UNMARKED = _Item(content=[_Block()])
 """What most of a long conversation consists of."""
 _ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
-_KEY = re.compile(rb'_c(?:ontrol|ache_breakpoint)"')
-"""The end of either key as JSON has it; a text that quotes a key has a backslash before the quote.
-
-One search for both, in any body about as fast as copying it thrice: a rare character is what is looked for first.
-"""
+_KEYS = tuple(f'"{key}"'.encode() for key in KEYS)
+"""As JSON has them; a text that quotes a key has a backslash before the quote, or is looked into in vain."""
 
 
 class Mark(NamedTuple):
@@ -75,11 +71,19 @@ def _marks(request: HintRequest, place: str) -> dict[str, list[Mark]]:
     found: dict[str, list[Mark]] | None = request.seen.get(name)
     if found is None:
         # What is decoded already is looked through in less time than it is searched.
-        if f"items of {place}" in request.seen or _KEY.search(memoryview(request.fields[place])):
+        if f"items of {place}" in request.seen or _may_be_marked(request):
             found = _find(_items(request, place), counts=place in ("messages", "input"))
         else:
             found = {}
         request.seen[name] = found
+    return found
+
+
+def _may_be_marked(request: HintRequest) -> bool:
+    """Whether either key is in the body at all, asked once; searched from behind, where marks mostly are."""
+    found: bool | None = request.seen.get("a mark")
+    if found is None:
+        found = request.seen["a mark"] = any(request.body.rfind(key) >= 0 for key in _KEYS)
     return found
 
 
