@@ -46,7 +46,7 @@ def compare(
         typer.Option(
             help="How long what a request uses is safe from eviction: call (to its end: an engine's memory), "
             "lookup (a tier below the engine, which loads a copy).",
-            show_default="call",
+            show_default="lookup",
         ),
     ] = "",
     bytes_per_token: Annotated[int, typer.Option(min=1, help="Size of a token's KV.")] = 131_072,
