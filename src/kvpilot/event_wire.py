@@ -12,6 +12,7 @@ from typing import cast
 _LENGTH = struct.Struct(">I")
 _SEND_BUFFER = 1024 * 1024
 """Bytes asked of the kernel, so that a whole long request fits; it may give less."""
+_READ_BUFFER = 1024 * 1024
 MAX_FRAME = 1024 * 1024 * 1024
 """Bytes. More is no frame: the stream is out of step, and its connection is closed."""
 
@@ -70,9 +71,9 @@ class EventSender(asyncio.Protocol):
 
 
 class EventReceiver:
-    """Listens at ``path`` and calls ``take`` with each frame of each sender."""
+    """Listens at ``path`` and calls ``take`` with each frame of each sender, whose memory is used again after it."""
 
-    def __init__(self, path: Path, take: Callable[[bytearray], None]) -> None:
+    def __init__(self, path: Path, take: Callable[[memoryview], None]) -> None:
         self._path = path
         self._take = take
         self._senders: set[asyncio.Transport] = set()
@@ -92,14 +93,14 @@ class EventReceiver:
 
 
 class _FrameReader(asyncio.BufferedProtocol):
-    """Has the kernel write each frame to where it is read."""
+    """Reads into one buffer that is kept: memory that is new for every frame costs more than reading it."""
 
-    def __init__(self, take: Callable[[bytearray], None], senders: set[asyncio.Transport]) -> None:
+    def __init__(self, take: Callable[[memoryview], None], senders: set[asyncio.Transport]) -> None:
         self._take = take
         self._senders = senders
-        self._frame = bytearray(_LENGTH.size)
-        self._is_length = True
-        self._filled = 0
+        self._buffer = bytearray(_READ_BUFFER)
+        self._start = 0
+        self._end = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -109,19 +110,36 @@ class _FrameReader(asyncio.BufferedProtocol):
         self._senders.discard(self._transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._frame)[self._filled :]
+        return memoryview(self._buffer)[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled < len(self._frame):
+        self._end += nbytes
+        wanted = _LENGTH.size
+        with memoryview(self._buffer) as buffer:
+            while self._end - self._start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, self._start)
+                if not 0 < length <= MAX_FRAME:
+                    self._transport.abort()
+                    return
+                wanted = _LENGTH.size + length
+                if self._end - self._start < wanted:
+                    break
+                start = self._start + _LENGTH.size
+                self._start += wanted
+                with buffer[start : self._start] as frame:
+                    self._take(frame)
+        self._make_room(wanted)
+
+    def _make_room(self, wanted: int) -> None:
+        """The frame under way goes to the front where it would not fit behind itself; a long one gets a new buffer."""
+        rest = self._end - self._start
+        size = max(_READ_BUFFER, wanted) if rest else _READ_BUFFER
+        if size != len(self._buffer):
+            fresh = bytearray(size)
+            fresh[:rest] = self._buffer[self._start : self._end]
+            self._buffer = fresh
+        elif rest and self._start + wanted > size:
+            self._buffer[:rest] = self._buffer[self._start : self._end]
+        elif rest:
             return
-        self._filled = 0
-        if self._is_length:
-            (length,) = _LENGTH.unpack(self._frame)
-            if not 0 < length <= MAX_FRAME:
-                self._transport.abort()
-                return
-            self._frame, self._is_length = bytearray(length), False
-        else:
-            frame, self._frame, self._is_length = self._frame, bytearray(_LENGTH.size), True
-            self._take(frame)
+        self._start, self._end = 0, rest

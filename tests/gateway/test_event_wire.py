@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, socket
+from unittest.mock import patch
 
 import pytest
 import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvpilot.event_wire import EventReceiver, EventSender
+from kvpilot.event_wire import EventReceiver, EventSender, _FrameReader
 
 SIZES = [1, 5, 70_000, 3, 400_000, 1, 20_000_000, 2]
 
@@ -35,8 +38,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
     frames = [bytes([number]) * size for number, size in enumerate(SIZES)]
     waiting = list(frames)
-    taken: list[bytearray] = []
-    receiver = EventReceiver(tmp_path / "events", taken.append)
+    taken: list[bytes] = []
+    receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
     await receiver.start()
 
     def flush() -> None:
@@ -53,9 +56,29 @@ async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
     await until(lambda: not sender.connected)
 
 
+@given(st.lists(st.binary(min_size=1, max_size=300), max_size=12), st.lists(st.integers(1, 97), min_size=1))
+@settings(deadline=None)
+def test_frames_are_the_same_however_their_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+    taken: list[bytes] = []
+    with patch("kvpilot.event_wire._READ_BUFFER", 64):
+        reader = _FrameReader(lambda frame: taken.append(bytes(frame)), set())
+        data = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
+        for cut in cycle(cuts):
+            if not data:
+                break
+            buffer = reader.get_buffer(-1)
+            size = min(cut, len(buffer), len(data))
+            assert size, "there must always be room to read on"
+            buffer[:size] = data[:size]
+            buffer.release()
+            data = data[size:]
+            reader.buffer_updated(size)
+    assert taken == frames
+
+
 async def test_what_is_no_frame_ends_its_own_connection_only(tmp_path: Path) -> None:
-    taken: list[bytearray] = []
-    receiver = EventReceiver(tmp_path / "events", taken.append)
+    taken: list[bytes] = []
+    receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
     await receiver.start()
     sender = EventSender(nothing, nothing)
     await connect(tmp_path / "events", sender)
@@ -75,8 +98,8 @@ async def test_a_receiver_takes_the_place_of_one_that_was_killed(tmp_path: Path)
     dead = EventReceiver(tmp_path / "events", lambda frame: None)
     await dead.start()
     dead.stop()
-    taken: list[bytearray] = []
-    receiver = EventReceiver(tmp_path / "events", taken.append)
+    taken: list[bytes] = []
+    receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
     await receiver.start()
     sender = EventSender(nothing, nothing)
     await connect(tmp_path / "events", sender)

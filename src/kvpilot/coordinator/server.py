@@ -53,7 +53,7 @@ class LinkServer:
         socket.bind(self._command_endpoint)
         return socket
 
-    def _take_in(self, frame: bytearray) -> None:
+    def _take_in(self, frame: memoryview) -> None:
         try:
             event = event_decoder.decode(frame)
         except msgspec.DecodeError:
