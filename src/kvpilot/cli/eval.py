@@ -48,3 +48,38 @@ def inference(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@evaluate.command()
+def forecast(
+    traces: Annotated[list[str], typer.Argument(help="Trace files, or names below $KVPILOT_TRACES.")],
+    sessions: Annotated[
+        int | None, typer.Option(min=1, help="Sessions of each trace, at most.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="How sessions are drawn and laid over one another.")] = 1,
+    hints: Annotated[str, typer.Option(help="What is known: none, lifecycle.")] = "none",
+    prior: Annotated[
+        bool, typer.Option("--prior", help="Begin with what is packaged of agents in common.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the table here.", show_default=False)
+    ] = None,
+) -> None:
+    """Whether stated intervals of pauses hold: coverage of 50, 80 and 95 % intervals, after a warm-up."""
+    import sys
+
+    from kvpilot.eval.forecast import calibrate, print_table, report
+    from kvpilot.replay.plan import Hints
+    from kvpilot.replay.run import write_json
+    from kvpilot.traces import TraceError, find_trace, read_trace
+
+    with user_errors(TraceError, ValueError):
+        known = Hints(hints)
+        found = {}
+        for name in traces:
+            print(f"{name}: reading and forecasting", file=sys.stderr, flush=True)
+            found[name] = calibrate(list(read_trace(find_trace(name))), seed, known, sessions, prior)
+        document = report(found, seed, known)
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, console())

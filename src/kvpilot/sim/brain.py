@@ -30,8 +30,8 @@ class Kvpilot(ContextPolicy):
     ) -> None:
         """``pauses`` and ``cycles``: what is known already (default: what is packaged)."""
         super().__init__(run)
-        self._pauses = Waits(pauses or prior.pauses())
-        self._cycles = Waits(cycles or prior.cycles())
+        self.pauses = Waits(pauses or prior.pauses())
+        self.cycles = Waits(cycles or prior.cycles())
         contexts = run.view.contexts
         self._running = np.zeros(contexts, dtype=np.int32)
         self._turns = [0] * contexts
@@ -48,10 +48,10 @@ class Kvpilot(ContextPolicy):
     def on_request(self, request: Request) -> None:
         now, context = request.at, request.context
         self._tick(now)
-        elapsed = self._pauses.end(context, now)
+        elapsed = self.pauses.end(context, now)
         if elapsed is not None:
             self._last_s[context] = elapsed
-        self._cycle_s[context] = self._cycles.end(context, now)
+        self._cycle_s[context] = self.cycles.end(context, now)
         self._turns[context] += 1
         cycle = Cycle(
             session=str(request.session),
@@ -63,7 +63,7 @@ class Kvpilot(ContextPolicy):
             last_s=self._cycle_s[context],
             last_reply_tokens=self._reply_tokens[context],
         )
-        self._cycles.begin(context, cycle_features(cycle), now)
+        self.cycles.begin(context, cycle_features(cycle), now)
         self._running[context] += 1
 
     def on_end(self, request: Request, reply: Reply) -> None:
@@ -85,12 +85,12 @@ class Kvpilot(ContextPolicy):
         if tools:
             tool = slowest(tools)
             self._work[context] = tool.program or tool.name
-        self._pauses.begin(context, pause_features(pause), reply.at)
+        self.pauses.begin(context, pause_features(pause), reply.at)
 
     def on_signal(self, signal: SeenSignal) -> None:
         if signal.kind is SignalKind.END:
-            self._pauses.drop(signal.context)
-            self._cycles.drop(signal.context)
+            self.pauses.drop(signal.context)
+            self.cycles.drop(signal.context)
             self._now = -1.0
 
     def scores(self, leaves: Ints, now: float) -> Floats:
@@ -110,14 +110,14 @@ class Kvpilot(ContextPolicy):
         """By conversation, at ``now``; while a request runs, its whole cycle is what comes back."""
         if now != self._now:
             n = len(self._running)
-            pauses, cycles = _padded(self._pauses.worths(now), n), _padded(self._cycles.worths(now), n)
+            pauses, cycles = _padded(self.pauses.worths(now), n), _padded(self.cycles.worths(now), n)
             self._values = np.where(self._running > 0, cycles, pauses)
             self._now = now
         return self._values
 
     def _tick(self, now: float) -> None:
-        self._pauses.tick(now)
-        self._cycles.tick(now)
+        self.pauses.tick(now)
+        self.cycles.tick(now)
         self._now = -1.0
 
 
