@@ -19,6 +19,9 @@ from kvpilot.stack.launch import Endpoints
 from .models import QWEN, SMOLLM, Model, model
 from .test_segments import AGENT
 
+CALL_TEXT = '<tool_call>\n{"name": "ls", "arguments": {"path": "."}}\n</tool_call>'
+"""A call as the stack's template writes it (``tests/chat_template.jinja``)."""
+
 
 class FakeEngine:
     """vLLM's ``/tokenize`` for one of the test models."""
@@ -189,7 +192,11 @@ async def test_spans_and_chunks_are_those_of_the_real_engine(stack: Endpoints) -
         asked = await Segmenter(None, None, asking).segment(body, tokens)
         await asking.close()
         assert asked.message_ends == prompt.message_ends
-        for number, role, text in ((1, "assistant", "Looking."), (2, "tool", "a\nb"), (3, "user", "Go on.")):
+        for number, role, text in (
+            (1, "assistant", f"Looking.{CALL_TEXT}"),
+            (2, "tool", "a\nb"),
+            (3, "user", "Go on."),
+        ):
             start, end = spans_of_messages(prompt, number, number + 1) or (0, 0)
             async with session.post(
                 f"{stack.engine_url}/detokenize", json={"model": served, "tokens": tokens[start:end].tolist()}
