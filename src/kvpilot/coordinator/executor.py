@@ -141,13 +141,15 @@ class Executor:
         """Delete, look until the directory agrees, delete once more what is left; returns what still remains,
         None when the directory did not answer."""
         left: list[bytes] = self._unheld(space, chunks)
-        for _ in range(2):
+        for last in (False, True):
             await self._drop(space, left, REACHED)
             try:
                 left = await self._wait_gone(space, left, REACHED, CONFIRM_S / 2)
             except BackendError as error:
                 self._count(error)
-                return None
+                if last:
+                    return None
+                continue
             left = self._unheld(space, left)
             if not left:
                 break
@@ -168,12 +170,20 @@ class Executor:
         """
         deadline = time.monotonic() + within_s
         left = list(chunks)
+        silent: BackendError | None = None
         while left and time.monotonic() < deadline:
             await asyncio.sleep(CONFIRM_STEP_S)
-            listed = await self._backend.locate(space, left)
+            try:
+                listed = await self._backend.locate(space, left)
+            except BackendError as error:
+                silent = error  # it may be back in a moment: it is asked again until the time is over
+                continue
+            silent = None
             self._residency.observe(space, left, listed, self._clock())
             shown = [places | self._residency.tiers(space, c) for c, places in zip(left, listed, strict=True)]
             left = [c for c, places in zip(left, shown, strict=True) if not places.isdisjoint(tiers)]
+        if silent is not None:
+            raise silent
         if left and not self._directory_knows_all():
             left = [c for c in left if not self._residency.tiers(space, c).isdisjoint(tiers)]
         return left
