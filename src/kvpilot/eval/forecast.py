@@ -23,10 +23,10 @@ from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.waits import Open
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.brain import Kvpilot
-from kvpilot.sim.one_tier import Scenario, run_contexts
+from kvpilot.sim.one_tier import run_contexts, scenario_of
 from kvpilot.sim.policy import Run
 from kvpilot.sim.view import Reply, Request
-from kvpilot.traces import TraceSession, overlay
+from kvpilot.traces import TraceSession
 
 NOMINAL = (0.5, 0.8, 0.95)
 TOLERANCE = 0.03
@@ -63,7 +63,7 @@ def calibrate(
     sessions: Sequence[TraceSession], seed: int, hints: Hints, count: int | None = None, prior: bool = False
 ) -> Calibration | None:
     """One source (None: it has no pauses). Raises TraceError."""
-    scenario = Scenario(overlay(sessions, min(count or len(sessions), len(sessions)), seed))
+    scenario = scenario_of(sessions, count, seed)
     pauses: list[_Pause] = []
 
     def make(run: Run) -> Kvpilot:

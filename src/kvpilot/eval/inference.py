@@ -22,8 +22,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.domain import SessionRef, SessionState, Space
-from kvpilot.eval.calls import HEAD, AgentKey, SeenCall, seen_calls
+from kvpilot.domain import SessionRef, SessionState
+from kvpilot.eval.calls import AgentKey, SeenCall, seen_calls
+from kvpilot.eval.playing import play
 from kvpilot.sessions.book import Change, SessionBook, SessionKey, Started
 from kvpilot.traces import TraceSession, overlay
 
@@ -114,52 +115,27 @@ class _Run:
         self._started: list[Started | None] = [None] * len(calls)
         self._person_next: dict[AgentKey, bool] = {}
         self.waits = self.right_waits = 0
-        self._go()
+        for index, started, begins in play(calls, self._book, self._ref):
+            if begins:
+                self._begun(index, started)
+            else:
+                self._ended(index, started)
         self.owners = [started.thread.owner for started in self._started if started is not None]
         self.broken = [started.change is Change.BROKEN for started in self._started if started is not None]
 
-    def _go(self) -> None:
-        moments = [(call.begin, 1, index) for index, call in enumerate(self._calls)]
-        # Of what happens at the same time ends come first, but never before their own beginning.
-        moments += [(max(call.end, call.begin + 1e-6), 0, i) for i, call in enumerate(self._calls)]
-        for now, begins, index in sorted(moments):
-            if begins:
-                self._begin(index, now)
-            else:
-                self._end(index, now)
+    def _ref(self, index: int) -> SessionRef:
+        return SessionRef(f"request-{index}" if self._ids is Ids.ROTATING else None)
 
-    def _begin(self, index: int, now: float) -> None:
+    def _begun(self, index: int, started: Started) -> None:
         call = self._calls[index]
         if call.after_person is not None and call.agent in self._person_next:
             self.waits += 1
             self.right_waits += call.after_person == self._person_next.pop(call.agent)
-        started = self._book.start(
-            tenant="default",
-            ref=SessionRef(f"request-{index}" if self._ids is Ids.ROTATING else None),
-            space=Space("recorded"),
-            hashes=call.hashes,
-            head=HEAD,
-            request_id=str(index),
-            now=now,
-            opening=call.opening,
-            said=lambda: call.said,
-        )
         self._started[index] = started
         self._first_agent.setdefault(started.session.key, call.agent)
 
-    def _end(self, index: int, now: float) -> None:
-        call, started = self._calls[index], self._started[index]
-        assert started is not None
-        self._book.finish(
-            started.session,
-            started.thread,
-            tools=call.tools,
-            asked=True,
-            now=now,
-            text=call.reply_text,
-            name=call.reply_name,
-            agents=call.agent_calls,
-        )
+    def _ended(self, index: int, started: Started) -> None:
+        call = self._calls[index]
         if call.recorded:
             self._person_next[call.agent] = started.session.state is not SessionState.WAITING_TOOL
 

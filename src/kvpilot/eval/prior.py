@@ -15,9 +15,9 @@ from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.prior import packaged
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.brain import Kvpilot
-from kvpilot.sim.one_tier import Scenario, run_contexts
+from kvpilot.sim.one_tier import run_contexts, scenario_of
 from kvpilot.sim.policy import Run
-from kvpilot.traces import find_trace, overlay, read_trace
+from kvpilot.traces import find_trace, read_trace
 
 LEAST_SQUARES = 10.0
 SESSIONS = 120
@@ -27,8 +27,7 @@ def learned(paths: list[Path], seed: int = 1) -> tuple[HazardModel, HazardModel]
     """Models of pauses and of cycles after all of the recordings, one after the other."""
     pauses, cycles = HazardModel(), HazardModel()
     for path in paths:
-        sessions = list(read_trace(path))
-        scenario = Scenario(overlay(sessions, min(SESSIONS, len(sessions)), seed))
+        scenario = scenario_of(list(read_trace(path)), SESSIONS, seed)
 
         def make(run: Run) -> Kvpilot:
             return Kvpilot(run, pauses=pauses, cycles=cycles)

@@ -81,9 +81,8 @@ class Kvpilot(ContextPolicy):
             turns=self._turns[context],
         )
         self._reply_tokens[context] = reply.message.tok
-        self._after[context] = slowest(tools) if tools else None
-        if tools:
-            tool = slowest(tools)
+        self._after[context] = tool = slowest(tools) if tools else None
+        if tool is not None:
             self._work[context] = tool.program or tool.name
         self.pauses.begin(context, pause_features(pause), reply.at)
 
@@ -94,14 +93,8 @@ class Kvpilot(ContextPolicy):
             self._now = -1.0
 
     def scores(self, leaves: Ints, now: float) -> Floats:
-        values = self._worths(now)
-        holders = self.cache.holders
-        out = -1e9 + self.cache.last_used[leaves] * 1e-3
-        for index, leaf in enumerate(leaves.tolist()):
-            here = holders.get(leaf)
-            if here is not None:
-                out[index] = sum(values[context] for context in here)
-        return out
+        # Returns of several holders add up; what nobody holds is below any worth.
+        return self.by_holder(leaves, self._worths(now), nobody=-1e9, join=sum)
 
     def newcomer(self, request: Request, now: float) -> float:
         return float(self._worths(now)[request.context])

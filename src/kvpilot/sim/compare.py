@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from kvpilot.replay.plan import Hints
-from kvpilot.sim.one_tier import DEFAULT_PIN, Pin, Scenario
+from kvpilot.sim.one_tier import DEFAULT_PIN, Pin, Scenario, scenario_of
 from kvpilot.sim.outcome import Outcome
 from kvpilot.sim.policies import BELADY, LRU, POLICIES
 from kvpilot.sim.working_set import capacity_for
-from kvpilot.traces import TraceSession, overlay, read_trace, trace_name
+from kvpilot.traces import read_trace, trace_name
 
 LEAST_GAP = 0.01
 TIER = "memory"
@@ -59,14 +60,52 @@ class Row(msgspec.Struct, frozen=True):
 
 def compare(paths: Sequence[Path], options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
     """The document of all sources. ``tell`` gets lines of progress. Raises TraceError."""
-    rows: list[Row] = []
-    sources: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+
+    def rows_of(source: str, scenario: Scenario, pressure: float, capacity: int) -> tuple[list[Row], str]:
+        found = list(_rows(source, scenario, pressure, capacity, options))
+        return found, _in_a_line(found)
+
+    walked = walk(paths, options, tell, rows_of)
+    return {**walked.document(), "pin": options.pin.value, "medians": _medians(walked.rows)}
+
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class Walked(Generic[_R]):
+    """The rows of all sources and pressures, what they are about, and which there were not."""
+
+    seed: int
+    rows: list[_R]
+    sources: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "rows": [msgspec.to_builtins(row) for row in self.rows],
+            "sources": self.sources,
+            "skipped": self.skipped,
+            "seed": self.seed,
+        }
+
+
+def walk(
+    paths: Sequence[Path],
+    options: Options,
+    tell: Callable[[str], None],
+    rows_of: Callable[[str, Scenario, float, int], tuple[list[_R], str]],
+) -> Walked[_R]:
+    """``rows_of(source, scenario, pressure, capacity in chunks)``, its rows and a line about them, of each source at
+    each pressure where the largest context fits twice. Raises TraceError."""
+    walked: Walked[_R] = Walked(options.seed, [], [], [])
     for path in paths:
         source = trace_name(path)
         tell(f"{source}: reading")
-        scenario = scenario_of(list(read_trace(path)), options)
-        sources.append(source_facts(source, scenario))
+        scenario = scenario_of(
+            list(read_trace(path)), options.sessions, options.seed, options.window_s, options.pin
+        )
+        walked.sources.append(source_facts(source, scenario))
         tell(
             f"{source}: {len(scenario.workload.sessions)} sessions, {scenario.workload.calls} calls, "
             f"working set {scenario.working_set:.0f} chunks"
@@ -75,28 +114,15 @@ def compare(paths: Sequence[Path], options: Options, tell: Callable[[str], None]
         for pressure in options.pressures:
             capacity = capacity_for(scenario.working_set, pressure)
             if capacity < least:
-                skipped.append(
+                walked.skipped.append(
                     {"source": source, "pressure": pressure, "capacity_chunks": capacity, "least": least}
                 )
                 tell(f"{source}: pressure {pressure:g} skipped: the largest context would not fit twice")
                 continue
-            found = list(_rows(source, scenario, pressure, capacity, options))
-            rows += found
-            tell(f"{source}: pressure {pressure:g}: {_in_a_line(found)}")
-    return {
-        "rows": [msgspec.to_builtins(row) for row in rows],
-        "sources": sources,
-        "skipped": skipped,
-        "seed": options.seed,
-        "pin": options.pin.value,
-        "medians": _medians(rows),
-    }
-
-
-def scenario_of(sessions: list[TraceSession], options: Options) -> Scenario:
-    """The sessions drawn and laid over one another, compiled."""
-    count = len(sessions) if options.sessions is None else min(options.sessions, len(sessions))
-    return Scenario(overlay(sessions, count, options.seed, options.window_s), options.pin)
+            rows, line = rows_of(source, scenario, pressure, capacity)
+            walked.rows.extend(rows)
+            tell(f"{source}: pressure {pressure:g}: {line}")
+    return walked
 
 
 def source_facts(source: str, scenario: Scenario) -> dict[str, Any]:
@@ -180,11 +206,7 @@ def print_table(document: dict[str, Any], console: Console) -> None:
     """Hit rates, with the share of the gap closed in brackets, by source and pressure; medians at the end."""
     rows = [msgspec.convert(row, Row) for row in document["rows"]]
     pressures = sorted({row.pressure for row in rows})
-    table = Table(title=f"hit rate (gap closed) by pressure, seed {document['seed']}")
-    for column in ("source", "policy", "hints"):
-        table.add_column(column)
-    for pressure in pressures:
-        table.add_column(f"{pressure:g}", justify="right", no_wrap=True)
+    table = table_by_pressure(f"hit rate (gap closed) by pressure, seed {document['seed']}", pressures)
     cells = {(row.source, row.policy, row.hints, row.pressure): row for row in rows}
     last = None
     for source, policy, hints in dict.fromkeys((row.source, row.policy, row.hints) for row in rows):
@@ -211,6 +233,21 @@ def print_table(document: dict[str, Any], console: Console) -> None:
             f"{100 * line['worst_against_lru']:+.1f} points",
         )
     console.print(medians)
+    print_skipped(document, console)
+
+
+def table_by_pressure(title: str, pressures: Sequence[float]) -> Table:
+    """An empty table of policies, a column for each pressure."""
+    table = Table(title=title)
+    for column in ("source", "policy", "hints"):
+        table.add_column(column)
+    for pressure in pressures:
+        table.add_column(f"{pressure:g}", justify="right", no_wrap=True)
+    return table
+
+
+def print_skipped(document: dict[str, Any], console: Console) -> None:
+    """The capacities that were too small."""
     for skip in document["skipped"]:
         console.print(
             f"skipped: {skip['source']} at pressure {skip['pressure']:g}: {skip['capacity_chunks']} chunks, "

@@ -13,16 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from kvpilot.replay.plan import Hints
-from kvpilot.sim.compare import Options, scenario_of, source_facts
+from kvpilot.sim.compare import Options, print_skipped, table_by_pressure, walk
 from kvpilot.sim.hardware import PROFILES, Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.policies import CLAIRVOYANT, LRU, TIERED
 from kvpilot.sim.tiers import TieredOutcome, alone, clairvoyant, run_tiers
-from kvpilot.sim.working_set import capacity_for
-from kvpilot.traces import read_trace, trace_name
 
 LEAST_SHARE = 0.01
 
@@ -57,34 +54,12 @@ def compare_tiers(
     paths: Sequence[Path], options: Options, hardware: Hardware, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """The document of all sources; of ``options.policies`` those that know tiers. Raises TraceError."""
-    rows: list[TierRow] = []
-    sources: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
-    for path in paths:
-        source = trace_name(path)
-        tell(f"{source}: reading")
-        scenario = scenario_of(list(read_trace(path)), options)
-        sources.append(source_facts(source, scenario))
-        least = 2 * scenario.workload.largest_context
-        for pressure in options.pressures:
-            capacity = capacity_for(scenario.working_set, pressure)
-            if capacity < least:
-                skipped.append(
-                    {"source": source, "pressure": pressure, "capacity_chunks": capacity, "least": least}
-                )
-                tell(f"{source}: pressure {pressure:g} skipped: the largest context would not fit twice")
-                continue
-            found = list(_rows(source, scenario, hardware, pressure, capacity, options))
-            rows += found
-            means = ", ".join(f"{row.policy} {row.ttft_mean:.3f} s" for row in found)
-            tell(f"{source}: pressure {pressure:g}: {means}")
-    return {
-        "rows": [msgspec.to_builtins(row) for row in rows],
-        "sources": sources,
-        "skipped": skipped,
-        "seed": options.seed,
-        "profile": msgspec.to_builtins(hardware),
-    }
+
+    def rows_of(source: str, scenario: Scenario, pressure: float, capacity: int) -> tuple[list[TierRow], str]:
+        found = list(_rows(source, scenario, hardware, pressure, capacity, options))
+        return found, ", ".join(f"{row.policy} {row.ttft_mean:.3f} s" for row in found)
+
+    return {**walk(paths, options, tell, rows_of).document(), "profile": msgspec.to_builtins(hardware)}
 
 
 def _rows(
@@ -140,21 +115,14 @@ def print_table(document: dict[str, Any], console: Console) -> None:
     rows = [msgspec.convert(row, TierRow) for row in document["rows"]]
     pressures = sorted({row.pressure for row in rows})
     name = document["profile"]["name"]
-    table = Table(title=f"TTFT mean / p90 in s (gap closed) by pressure, {name}, seed {document['seed']}")
-    for column in ("source", "policy", "hints"):
-        table.add_column(column)
-    for pressure in pressures:
-        table.add_column(f"{pressure:g}", justify="right", no_wrap=True)
+    title = f"TTFT mean / p90 in s (gap closed) by pressure, {name}, seed {document['seed']}"
+    table = table_by_pressure(title, pressures)
     cells = {(row.source, row.policy, row.hints, row.pressure): row for row in rows}
     for source, policy, hints in dict.fromkeys((row.source, row.policy, row.hints) for row in rows):
         shown = [cells.get((source, policy, hints, pressure)) for pressure in pressures]
         table.add_row(source, policy, hints, *map(_cell, shown))
     console.print(table)
-    for skip in document["skipped"]:
-        console.print(
-            f"skipped: {skip['source']} at pressure {skip['pressure']:g}: {skip['capacity_chunks']} chunks, "
-            f"twice the largest context is {skip['least']}"
-        )
+    print_skipped(document, console)
 
 
 def _cell(row: TierRow | None) -> str:

@@ -8,7 +8,7 @@ forecasts do not reach it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
@@ -25,7 +25,7 @@ from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.view import Reply, Request, View, view_of
 from kvpilot.sim.working_set import working_set
 from kvpilot.sim.workload import INSTANT_S, Ints, Workload, compile_workload
-from kvpilot.traces import Overlay
+from kvpilot.traces import Overlay, TraceSession, overlay
 
 
 class Pin(StrEnum):
@@ -85,6 +85,18 @@ class Scenario:
     def reusable(self) -> Ints:
         """By call, leading chunks of the prompt that an infinite cache would hit."""
         return _infinite(self.workload, self.calls)
+
+
+def scenario_of(
+    sessions: Sequence[TraceSession],
+    at_most: int | None,
+    seed: int,
+    window_s: float | None = None,
+    pin: Pin = DEFAULT_PIN,
+) -> Scenario:
+    """``at_most`` sessions (None: all, as where there are fewer) laid over one another, compiled."""
+    count = len(sessions) if at_most is None else min(at_most, len(sessions))
+    return Scenario(overlay(sessions, count, seed, window_s), pin)
 
 
 def _infinite(workload: Workload, calls: list[Event]) -> Ints:

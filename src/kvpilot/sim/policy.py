@@ -21,6 +21,7 @@ not admitted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,13 +70,19 @@ class ContextPolicy:
         """The score of chunks that are not here yet: they displace only lower ones. Infinity: any."""
         return math.inf
 
-    def by_holder(self, leaves: Ints, values: Floats, nobody: float) -> Floats:
-        """``values`` by conversation → by leaf: the highest of those who rest on it; where nobody does,
-        ``nobody`` + the time of its last use, so that the oldest goes first."""
+    def by_holder(
+        self,
+        leaves: Ints,
+        values: Floats,
+        nobody: float,
+        join: Callable[[Iterable[float]], float] = max,
+    ) -> Floats:
+        """``values`` by conversation → by leaf: those of all who rest on it joined (the highest); where nobody
+        does, ``nobody`` + the time of its last use, so that the oldest goes first."""
         holders = self.cache.holders
         out = nobody + self.cache.last_used[leaves]
         for index, leaf in enumerate(leaves.tolist()):
             here = holders.get(leaf)
             if here is not None:
-                out[index] = max(values[context] for context in here)
+                out[index] = join(values[context] for context in here)
         return out

@@ -100,7 +100,7 @@ class _Engine:
         heapq.heapify(self._steps)
         do = {
             _Step.END: self._end,
-            _Step.SIGNAL: self._signal,
+            _Step.SIGNAL: self.signalled,
             _Step.READY: self._ready,
             _Step.REQUEST: self._request,
         }
@@ -154,9 +154,6 @@ class _Engine:
         waiting = self._waiting.get(agent)
         if waiting:
             self.at(now, _Step.REQUEST, waiting.popleft())
-
-    def _signal(self, index: int, now: float) -> None:
-        self.signalled(index, now)
 
 
 class _Node(_Engine):

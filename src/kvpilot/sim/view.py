@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpilot.domain import SessionRef, SignalKind, Space
-from kvpilot.eval.calls import HEAD, SeenCall, seen_calls
+from kvpilot.domain import SessionRef, SignalKind
+from kvpilot.eval.calls import SeenCall, seen_calls
+from kvpilot.eval.playing import play
 from kvpilot.replay.plan import Hints
 from kvpilot.sessions.book import SessionBook, Started
 from kvpilot.sim.workload import Ints, Workload
@@ -124,7 +125,7 @@ def _pause_signals(
 def _found(laid: Overlay) -> View:
     """Conversations as the session book finds them, each call told from what came before it."""
     finder = _Finder()
-    contexts = list(finder.run(list(seen_calls(laid))))
+    contexts = finder.run(list(seen_calls(laid)))
     return View(
         hints=Hints.NONE,
         context=np.array(contexts, dtype=np.int32),
@@ -138,50 +139,20 @@ class _Finder:
     """Runs the session book; conversations and sessions get numbers in the order in which they are found."""
 
     def __init__(self) -> None:
-        self._book = SessionBook()
         self._threads: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._first: dict[str, int] = {}
         self.sessions: list[int] = []
         self.parents: list[int] = []
 
-    def run(self, calls: list[SeenCall]) -> Iterable[int]:
-        moments = [(call.begin, 1, index) for index, call in enumerate(calls)]
-        moments += [(max(call.end, call.begin + 1e-6), 0, index) for index, call in enumerate(calls)]
-        started: dict[int, Started] = {}
-        found: dict[int, int] = {}
-        for now, begins, index in sorted(moments):
-            call = calls[index]
-            if begins:
-                started[index] = self._start(call, index, now)
-                if call.recorded:
-                    found[index] = self._number(started[index])
-                continue
-            before = started.pop(index)
-            self._book.finish(
-                before.session,
-                before.thread,
-                tools=call.tools,
-                asked=True,
-                now=now,
-                text=call.reply_text,
-                name=call.reply_name,
-                agents=call.agent_calls,
-            )
+    def run(self, calls: list[SeenCall]) -> list[int]:
+        """The conversation of each recorded call, in order of their beginnings."""
+        found = {
+            index: self._number(started)
+            for index, started, begins in play(calls, SessionBook(), lambda _: SessionRef(None))
+            if begins and calls[index].recorded
+        }
         return [found[index] for index in sorted(found, key=lambda i: (calls[i].begin, i))]
-
-    def _start(self, call: SeenCall, index: int, now: float) -> Started:
-        return self._book.start(
-            tenant="default",
-            ref=SessionRef(None),
-            space=Space("recorded"),
-            hashes=call.hashes,
-            head=HEAD,
-            request_id=str(index),
-            now=now,
-            opening=call.opening,
-            said=lambda: call.said,
-        )
 
     def _number(self, started: Started) -> int:
         owner, session = started.thread.owner, str(started.session.key)
