@@ -88,6 +88,20 @@ async def test_sessions_references_and_identity_survive(store: Store) -> None:
     after.service.references.check_integrity()
 
 
+async def test_segments_found_after_the_session_was_written_survive(store: Store) -> None:
+    world = World()
+    attach(world, store)
+    world.turn([SYSTEM, user("a")], "A")
+    await store.flush(world.service.references)
+    ((_, thread),) = world.service.book.threads()
+    assert not thread.segments_method
+    await world.service.segments.of(thread)
+    await store.flush(world.service.references)
+    ((_, after),) = reload(store, world).service.book.threads()
+    assert after.segments_method
+    assert (after.segments_method, after.segments) == (thread.segments_method, thread.segments)
+
+
 async def test_what_is_sent_again_after_a_restart_is_not_done_again(store: Store) -> None:
     world = World()
     attach(world, store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpilot.context.conversation import decode_body
@@ -30,10 +30,14 @@ class Known:
 
 
 class SegmentQueue:
-    """A job replaces an older one of the same thread; beyond ``MAX_QUEUE`` the oldest are shed and counted."""
+    """A job replaces an older one of the same thread; beyond ``MAX_QUEUE`` the oldest are shed and counted.
 
-    def __init__(self, segmenter: Segmenter) -> None:
+    ``on_found`` is told when a thread's segments have changed (who stores the thread has to write it again).
+    """
+
+    def __init__(self, segmenter: Segmenter, on_found: Callable[[Thread], None] = lambda thread: None) -> None:
         self._segmenter = segmenter
+        self._on_found = on_found
         self._jobs: OrderedDict[str, Mapped] = OrderedDict()
         self._known: dict[str, Known] = {}
         self._wake = asyncio.Event()
@@ -83,6 +87,7 @@ class SegmentQueue:
             job.thread.segments = tuple(segments)
             job.thread.segments_method = found.method
             self.methods[found.method] += 1
+            self._on_found(job.thread)
 
     def _previous(self, job: Mapped) -> PreviousMap | None:
         known = self._known.get(job.thread.owner)

@@ -106,7 +106,7 @@ class CoordinatorService:
         self.book = SessionBook()
         self.forecaster = GapForecaster()
         self.mapper = Mapper(self.book, self.references, self.forecaster, space_of, clock)
-        self.segments = SegmentQueue(segmenter)
+        self.segments = SegmentQueue(segmenter, self._changed)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of, settings.block_size)
         self.actions = ActionLog()
         self.repeats = Repeats(self.actions)
@@ -196,6 +196,10 @@ class CoordinatorService:
         finally:
             mapped.thread.awaited -= 1
             self.tasks.settled.set()
+
+    def _changed(self, thread: Thread) -> None:
+        if (session := self.book.sessions.get(thread.session)) is not None:
+            self.on_session(session)
 
     def _extend(self, mapped: Mapped, tokens: TokenArray) -> None:
         thread = mapped.thread
@@ -379,9 +383,7 @@ class CoordinatorService:
 
     def _give_up(self, thread: Thread, cut: int | None, asked: dict[bytes, None]) -> tuple[bytes, ...]:
         """Take the thread's reference away, or, for a range edit, back to where the range began."""
-        session = self.book.sessions.get(thread.session)
-        if session is not None:
-            self.on_session(session)
+        self._changed(thread)
         if cut is None:
             return self.references.drop(thread.owner).chunks
         before = thread.leftover or self.references.chunks(thread.owner)
