@@ -1,15 +1,30 @@
-"""Events on a Unix stream socket: the end that sends them and the end that takes them."""
+"""Events on a Unix stream socket: the end that sends them and the end that takes them.
+
+A connection begins with memory that both ends share (``event_ring``). Long frames are put there, and a note of where
+goes through the socket; frames for which it has no room go through the socket themselves. The receiver tells how many
+notes it is done with.
+
+On the wire, all numbers of four bytes, big-endian: length and frame; or length with the highest bit set, and where
+the frame lies in the memory. Back: how many frames in the memory were taken.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from socket import SO_SNDBUF, SOL_SOCKET
+from socket import AF_UNIX, SO_SNDBUF, SOCK_STREAM, SOL_SOCKET, socket
 from typing import cast
 
-_LENGTH = struct.Struct(">I")
+from kvpilot.event_ring import Room, receive, share
+
+_NUMBER = struct.Struct(">I")
+_NOTE = struct.Struct(">II")
+_IN_MEMORY = 1 << 31
+_LONG = 16 * 1024
+"""Bytes of a frame from which on it goes through the memory."""
 _SEND_BUFFER = 1024 * 1024
 """Bytes asked of the kernel, so that a whole long request fits; it may give less."""
 _READ_BUFFER = 1024 * 1024
@@ -19,8 +34,8 @@ MAX_FRAME = 1024 * 1024 * 1024
 
 class EventSender(asyncio.Protocol):
     """One connection to the coordinator. ``on_ready`` is called when it can take frames again, ``on_lost`` when it ends
-    with a frame that had not left the process whole. What the kernel had taken and the coordinator had not is lost
-    with the connection and not told: nobody knows of it.
+    with a frame that had not left the process whole. What the kernel or the shared memory had and the coordinator had
+    not is lost with the connection and not told: nobody knows of it.
     """
 
     def __init__(self, on_ready: Callable[[], None], on_lost: Callable[[], None]) -> None:
@@ -31,11 +46,36 @@ class EventSender(asyncio.Protocol):
         self._under_way = False
         """The transport has a frame, or a part of one, that the kernel has not."""
 
+    async def connect(self, path: Path) -> None:
+        """Raises OSError where nobody listens."""
+        loop = asyncio.get_running_loop()
+        connection = socket(AF_UNIX, SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, str(path))
+            self._memory = share(connection)
+            await loop.create_unix_connection(lambda: self, sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._room = Room(len(self._memory))
+        self._answer = b""
         # A frame is handed over when the one before has left the process: what waits, waits where it is counted.
         self._transport.set_write_buffer_limits(high=0)
         transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, _SEND_BUFFER)
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer + data
+        whole = len(answer) // _NUMBER.size * _NUMBER.size
+        self._answer = answer[whole:]
+        try:
+            for (count,) in _NUMBER.iter_unpack(answer[:whole]):
+                self._room.give_back(count)
+        except IndexError:
+            self.close()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -47,6 +87,7 @@ class EventSender(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         lost, self._paused, self._under_way = self._under_way, False, False
         self._transport = None
+        self._memory.close()
         if lost:
             self._on_lost()
 
@@ -59,9 +100,16 @@ class EventSender(asyncio.Protocol):
     def connected(self) -> bool:
         return self._transport is not None
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes | bytearray) -> None:
+        """``frame`` may be changed afterwards."""
         assert self._transport is not None
-        self._transport.writelines((_LENGTH.pack(len(frame)), frame))
+        length = len(frame)
+        place = self._room.take(length) if length >= _LONG else None
+        if place is not None:
+            self._memory[place : place + length] = frame
+            self._transport.write(_NOTE.pack(_IN_MEMORY | length, place))
+        else:
+            self._transport.writelines((_NUMBER.pack(length), bytes(frame)))
         # A transport that is closing now was not before: it could not write.
         self._under_way = self._paused or self._transport.is_closing()
 
@@ -77,27 +125,70 @@ class EventReceiver:
         self._path = path
         self._take = take
         self._senders: set[asyncio.Transport] = set()
+        self._greeted: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         # A socket file left by a process that was killed is replaced.
         self._path.unlink(missing_ok=True)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _FrameReader(self._take, self._senders), str(self._path)
-        )
+        self._listener = socket(AF_UNIX, SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._accepting = asyncio.create_task(self._accept())
 
     def stop(self) -> None:
-        self._server.close()
+        for task in (self._accepting, *self._greeted):
+            task.cancel()
+        self._listener.close()
         for sender in list(self._senders):
             sender.abort()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            task = asyncio.create_task(self._greet(connection))
+            self._greeted.add(task)
+            task.add_done_callback(self._greeted.discard)
+
+    async def _greet(self, connection: socket) -> None:
+        """Take what a sender shares, then its frames."""
+        loop = asyncio.get_running_loop()
+        try:
+            await _readable(connection)
+            memory = receive(connection)
+            await loop.connect_accepted_socket(
+                lambda: _FrameReader(self._take, self._senders, memory), connection
+            )
+        except (OSError, ValueError):
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+
+
+async def _readable(connection: socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(connection, ready.set_result, None)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)
 
 
 class _FrameReader(asyncio.BufferedProtocol):
     """Reads into one buffer that is kept: memory that is new for every frame costs more than reading it."""
 
-    def __init__(self, take: Callable[[memoryview], None], senders: set[asyncio.Transport]) -> None:
+    def __init__(
+        self,
+        take: Callable[[memoryview], None],
+        senders: set[asyncio.Transport],
+        memory: mmap.mmap,
+    ) -> None:
         self._take = take
         self._senders = senders
+        self._memory = memory
         self._buffer = bytearray(_READ_BUFFER)
         self._start = 0
         self._end = 0
@@ -108,26 +199,36 @@ class _FrameReader(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._senders.discard(self._transport)
+        self._memory.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._end += nbytes
-        wanted = _LENGTH.size
-        with memoryview(self._buffer) as buffer:
-            while self._end - self._start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(buffer, self._start)
+        taken = 0
+        wanted = _NUMBER.size
+        with memoryview(self._buffer) as buffer, memoryview(self._memory) as memory:
+            while self._end - self._start >= _NUMBER.size:
+                (number,) = _NUMBER.unpack_from(buffer, self._start)
+                noted = number & _IN_MEMORY
+                length = number ^ noted
+                wanted = _NOTE.size if noted else _NUMBER.size + length
                 if not 0 < length <= MAX_FRAME:
                     self._transport.abort()
                     return
-                wanted = _LENGTH.size + length
                 if self._end - self._start < wanted:
                     break
-                start = self._start + _LENGTH.size
+                at = _NOTE.unpack_from(buffer, self._start)[1] if noted else self._start + _NUMBER.size
+                if noted and at + length > len(memory):
+                    self._transport.abort()
+                    return
                 self._start += wanted
-                with buffer[start : self._start] as frame:
+                taken += bool(noted)
+                with (memory if noted else buffer)[at : at + length] as frame:
                     self._take(frame)
+        if taken:
+            self._transport.write(_NUMBER.pack(taken))
         self._make_room(wanted)
 
     def _make_room(self, wanted: int) -> None:

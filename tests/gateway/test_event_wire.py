@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count, cycle
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, socket
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -15,16 +18,13 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot.event_ring import Room, share
 from kvpilot.event_wire import EventReceiver, EventSender, _FrameReader
 
 SIZES = [1, 5, 70_000, 3, 400_000, 1, 20_000_000, 2]
 
 
 def nothing() -> None: ...
-
-
-async def connect(path: Path, sender: EventSender) -> None:
-    await asyncio.get_running_loop().create_unix_connection(lambda: sender, str(path))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -47,7 +47,7 @@ async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
             sender.send(waiting.pop(0))
 
     sender = EventSender(flush, nothing)
-    await connect(tmp_path / "events", sender)
+    await sender.connect(tmp_path / "events")
     flush()
     assert waiting, "what the other end has not taken must wait where it is counted"
     await until(lambda: len(taken) == len(frames))
@@ -56,13 +56,39 @@ async def test_frames_of_any_size_arrive_in_order(tmp_path: Path) -> None:
     await until(lambda: not sender.connected)
 
 
-@given(st.lists(st.binary(min_size=1, max_size=300), max_size=12), st.lists(st.integers(1, 97), min_size=1))
+class _Answers:
+    """The transport of a reader."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.booleans()), max_size=12),
+    st.lists(st.integers(1, 97), min_size=1),
+)
 @settings(deadline=None)
-def test_frames_are_the_same_however_their_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+def test_frames_are_the_same_however_their_bytes_are_cut(
+    frames: list[tuple[bytes, bool]], cuts: list[int]
+) -> None:
+    """Those in the memory and those that come through the socket."""
     taken: list[bytes] = []
-    with patch("kvpilot.event_wire._READ_BUFFER", 64):
-        reader = _FrameReader(lambda frame: taken.append(bytes(frame)), set())
-        data = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
+    answers = _Answers()
+    with mmap.mmap(-1, 4096) as memory, patch("kvpilot.event_wire._READ_BUFFER", 64):
+        reader = _FrameReader(lambda frame: taken.append(bytes(frame)), set(), memory)
+        reader.connection_made(cast("asyncio.Transport", answers))
+        data, at = b"", 0
+        for frame, in_memory in frames:
+            length = len(frame)
+            if in_memory:
+                memory[at : at + length] = frame
+                data += (1 << 31 | length).to_bytes(4, "big") + at.to_bytes(4, "big")
+                at += length
+            else:
+                data += length.to_bytes(4, "big") + frame
         for cut in cycle(cuts):
             if not data:
                 break
@@ -73,7 +99,91 @@ def test_frames_are_the_same_however_their_bytes_are_cut(frames: list[bytes], cu
             buffer.release()
             data = data[size:]
             reader.buffer_updated(size)
-    assert taken == frames
+    assert taken == [frame for frame, _ in frames]
+    told = [int.from_bytes(answers.data[n : n + 4], "big") for n in range(0, len(answers.data), 4)]
+    assert sum(told) == sum(in_memory for _, in_memory in frames)
+
+
+@given(st.lists(st.one_of(st.integers(1, 100), st.just(0)), max_size=60))
+def test_places_in_use_never_overlap(steps: list[int]) -> None:
+    """A number takes a place of that many bytes, nought gives the oldest back."""
+    room = Room(100)
+    used: list[tuple[int, int]] = []
+    for step in steps:
+        if not step:
+            if used:
+                room.give_back(1)
+                used.pop(0)
+            else:
+                with pytest.raises(IndexError):
+                    room.give_back(1)
+            continue
+        at = room.take(step)
+        if at is None:
+            assert used, "what fits has a place where nothing is in use"
+            continue
+        assert at >= 0 and at + step <= 100
+        assert all(at + step <= begin or at >= end for begin, end in used)
+        used.append((at, at + step))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_more_than_the_memory_holds_arrives_in_order(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Far more long frames than fit at a time, in one buffer that is used again, small ones among them."""
+
+    async def send() -> None:
+        sums: list[int] = []
+        receiver = EventReceiver(tmp_path / "events", lambda frame: sums.append(zlib.crc32(frame)))
+        await receiver.start()
+        sender = EventSender(nothing, nothing)
+        await sender.connect(tmp_path / "events")
+        frame = bytearray()
+        sent = []
+        for number in range(200):
+            frame[:] = number.to_bytes(4, "big") * (50_000 if number % 3 else 20)
+            sent.append(zlib.crc32(frame))
+            await until(lambda: sender.ready)
+            sender.send(frame)
+        await until(lambda: len(sums) == len(sent))
+        assert sums == sent
+        sender.close()
+        receiver.stop()
+        await until(lambda: not sender.connected)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(send())
+
+
+async def test_who_says_it_took_what_was_never_sent_is_left(tmp_path: Path) -> None:
+    with socket(AF_UNIX, SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "events"))
+        listener.listen()
+        sender = EventSender(nothing, nothing)
+        await sender.connect(tmp_path / "events")
+        other, _ = listener.accept()
+        other.send((7).to_bytes(4, "big"))
+        await until(lambda: not sender.connected)
+        other.close()
+
+
+@pytest.mark.parametrize("place", [0, 1 << 30])
+async def test_a_note_of_what_is_not_in_the_memory_ends_its_connection(tmp_path: Path, place: int) -> None:
+    taken: list[bytes] = []
+    receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
+    await receiver.start()
+    with socket(AF_UNIX, SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        connection.connect(str(tmp_path / "events"))
+        memory = share(connection, 8192)
+        connection.send((1 << 31 | 8193).to_bytes(4, "big") + place.to_bytes(4, "big"))
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionResetError):
+            assert await loop.sock_recv(connection, 1) == b""
+        memory.close()
+    assert taken == []
+    receiver.stop()
 
 
 async def test_what_is_no_frame_ends_its_own_connection_only(tmp_path: Path) -> None:
@@ -81,7 +191,7 @@ async def test_what_is_no_frame_ends_its_own_connection_only(tmp_path: Path) -> 
     receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
     await receiver.start()
     sender = EventSender(nothing, nothing)
-    await connect(tmp_path / "events", sender)
+    await sender.connect(tmp_path / "events")
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "events"))
     writer.write(b"\xff" * 100)
     with suppress(ConnectionResetError):
@@ -102,7 +212,7 @@ async def test_a_receiver_takes_the_place_of_one_that_was_killed(tmp_path: Path)
     receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
     await receiver.start()
     sender = EventSender(nothing, nothing)
-    await connect(tmp_path / "events", sender)
+    await sender.connect(tmp_path / "events")
     sender.send(b"hello")
     await until(lambda: taken == [b"hello"])
     sender.close()
@@ -122,7 +232,7 @@ def test_a_frame_that_is_cut_off_is_told(
             listener.listen()
             lost = count()
             sender = EventSender(nothing, lambda: next(lost))
-            await connect(tmp_path / "events", sender)
+            await sender.connect(tmp_path / "events")
             other, _ = listener.accept()
             if size > 10:
                 sender.send(bytes(size))

@@ -20,6 +20,8 @@ from kvpilot.event_wire import EventSender
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 * 1024 * 1024
+_KEPT_BYTES = 4 * 1024 * 1024
+"""A frame that is longer does not keep its memory."""
 _CONNECT_S = 0.4
 """How long a command waits for a coordinator that is just (re)starting."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 300
@@ -34,6 +36,8 @@ class GatewayLink:
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._sender = EventSender(self._flush, self._lost)
+        self._frame = bytearray()
+        """The frame of the newest event, in memory that is kept."""
         self._replies: dict[bytes, asyncio.Future[CommandReply]] = {}
         self._numbers = count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,14 +71,17 @@ class GatewayLink:
 
     def emit(self, event: Event) -> None:
         """Send an event, or keep it until the coordinator takes it, or shed and count it. Never waits."""
-        frame = wire.event_encoder.encode(event)
+        frame = self._frame
+        wire.event_encoder.encode_into(event, frame)
         if self._sender.ready and not self._waiting:
             self._send(frame)
         elif len(self._waiting) >= self._limit or self._waiting_bytes + len(frame) > _MAX_BYTES:
             self.shed += 1
         else:
-            self._waiting.append(frame)
+            self._waiting.append(bytes(frame))
             self._waiting_bytes += len(frame)
+        if len(frame) > _KEPT_BYTES:
+            self._frame = bytearray()
 
     def _flush(self) -> None:
         while self._waiting and self._sender.ready:
@@ -87,17 +94,16 @@ class GatewayLink:
         self.sent -= 1
         self.shed += 1
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes | bytearray) -> None:
         self._sender.send(frame)
         self.sent += 1
 
     async def _stay_connected(self) -> None:
-        path = str(wire.event_socket(self._config))
-        loop = asyncio.get_running_loop()
+        path = wire.event_socket(self._config)
         while True:
             if not self._sender.connected:
                 with suppress(OSError):
-                    await loop.create_unix_connection(lambda: self._sender, path)
+                    await self._sender.connect(path)
                     self._flush()
             await asyncio.sleep(_RECONNECT_MS / 1000)
 
