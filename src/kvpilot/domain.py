@@ -68,6 +68,18 @@ class Segment(Struct, frozen=True):
     name: str | None = None
 
 
+class ToolFacts(Struct, frozen=True):
+    """A tool call as the reply has it, as far as it tells how long the tool may take."""
+
+    name: str
+    program: str | None = None
+    """First … last program of a shell line, with their subcommands (``git diff``, ``pytest … tail``)."""
+    timeout_s: float | None = None
+    background: bool = False
+    agent: bool = False
+    """Whether it starts a sub-agent."""
+
+
 class Space(Struct, frozen=True):
     """The name space of KV: equal tokens share KV only inside one space."""
 

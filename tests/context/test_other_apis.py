@@ -153,7 +153,7 @@ def test_moving_a_cache_mark_or_the_attribution_changes_no_name() -> None:
 def test_a_reply_is_known_again_when_the_client_sends_it_back() -> None:
     (said,) = chat_messages({"role": "assistant", "content": MESSAGES["messages"][1]["content"]})
     reply = read_reply(json.dumps(said).encode())
-    assert reply.tools == ["read"]
+    assert [tool.name for tool in reply.tools] == ["read"]
     assert reply.name is not None
     assert named_replies(read("/v1/messages", MESSAGES)) == [reply.name]
 

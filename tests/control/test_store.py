@@ -48,10 +48,7 @@ def reload(store: Store, world: World) -> World:
     fresh.layer = world.layer
     fresh.service.backend = fresh.service.executor._backend = world.layer
     for session, threads in store.load_sessions():
-        for thread, tokens in threads:
-            if tokens is not None:
-                fresh.service.references.set(thread.owner, thread.space, tokens)
-        fresh.service.book.restore(session, [thread for thread, _ in threads])
+        fresh.service.restore(session, threads)
     closed, pending = store.load_actions()
     for record in closed:
         fresh.service.actions.adopt(record)

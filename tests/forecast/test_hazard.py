@@ -138,3 +138,13 @@ def test_what_agents_have_in_common_is_known_from_the_start() -> None:
     assert edit.within(0.0, 5.0) > 0.8
     assert person.within(0.0, 5.0) < 0.2
     assert not [name for name in prior.pauses().dump()["features"] if "session" in name or "line" in name]
+
+
+def test_sessions_come_and_go_without_pushing_out_what_they_have_in_common() -> None:
+    model = HazardModel(max_features=40)
+    model.learn(("any", "tool:rare"), 0, 3, ended=True)
+    for n in range(500):
+        model.learn(("any", f"session:{n}", f"session:{n}:x"), 0, 3, ended=True)
+    kept = model.dump()["features"]
+    assert {"tool:rare", "session:499"} <= set(kept)
+    assert len(kept) == 40

@@ -5,12 +5,19 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot.domain import ActionKind, SessionState
-from kvpilot.forecast import GapForecaster
+from kvpilot.domain import ActionKind, SessionState, ToolFacts
+from kvpilot.forecast import Forecast, prior
+from kvpilot.forecast.curve import curve
+from kvpilot.forecast.features import Pause, pause_features
 from kvpilot.plan import PlanSettings, Snapshot, ThreadView, plan
 
 SETTINGS = PlanSettings()
-FORECASTER = GapForecaster()
+
+
+def forecast(*tools: str, elapsed_s: float = 0.0) -> Forecast:
+    """Of a wait for these tools, or for a person."""
+    pause = Pause(session="any", tools=[ToolFacts(name) for name in tools])
+    return Forecast(curve(prior.pauses().hazards(pause_features(pause))), elapsed_s)
 
 
 def view(owner: str, **changes: object) -> ThreadView:
@@ -24,7 +31,7 @@ def view(owner: str, **changes: object) -> ThreadView:
         host=10,
         loadable=0,
         exclusive_host=10,
-        forecast=FORECASTER.forecast([], "tool", 0.0),
+        forecast=forecast("Bash"),
         expected_at=None,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -52,15 +59,13 @@ def test_a_tool_wait_is_kept_in_memory_a_person_is_not_waited_for() -> None:
         state=SessionState.WAITING_HUMAN,
         host=0,
         loadable=10,
-        forecast=FORECASTER.forecast([], "human", 600.0),
+        forecast=forecast(elapsed_s=600.0),
     )
     assert [d.owner for d in plan(snap(tool, person, used=20), SETTINGS)] == ["tool"]
 
 
 def test_pressure_demotes_the_unreferenced_first_then_who_returns_last() -> None:
-    person = view(
-        "person", state=SessionState.WAITING_HUMAN, forecast=FORECASTER.forecast([], "human", 600.0)
-    )
+    person = view("person", state=SessionState.WAITING_HUMAN, forecast=forecast(elapsed_s=600.0))
     gone = view("gone", state=SessionState.SUSPENDED, forecast=None)
     soon = view("soon", expected_at=1000.0)
     decisions = plan(snap(person, gone, soon, used=90, orphans=5), SETTINGS)
@@ -83,7 +88,7 @@ views = st.builds(
     loadable=st.integers(0, 60),
     exclusive_host=st.integers(0, 60),
     expected_at=st.none() | st.floats(900, 2000),
-    forecast=st.none() | st.builds(lambda s: FORECASTER.forecast([], "tool", s), st.floats(0, 1e4)),
+    forecast=st.none() | st.builds(lambda s: forecast("Bash", elapsed_s=s), st.floats(0, 1e4)),
 )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpilot.context.conversation import named_replies, opening_texts, reply_name
 from kvpilot.context.messages import message_hashes
-from kvpilot.domain import SessionRef, SessionState, SignalKind, Space
+from kvpilot.domain import SessionRef, SignalKind, Space
 from kvpilot.sessions.book import Change, SessionBook, Started
 
 SPACE = Space("m")
@@ -117,21 +117,6 @@ def test_another_system_prompt_under_the_same_id_is_another_thread() -> None:
     assert side.session is main.session
     assert side.thread is not main.thread
     assert side.change is Change.NEW
-
-
-def test_pauses_are_told_when_they_end() -> None:
-    talk = Talk()
-    started = talk.ask(SYSTEM, say("user", "a"), session="s")
-    talk.book.finish(started.session, started.thread, tools=["bash"], asked=True, now=10.0)
-    assert started.session.state is SessionState.WAITING_TOOL
-    talk.now = 12.5
-    again = talk.ask(SYSTEM, say("user", "a"), say("assistant", "x"), session="s")
-    assert again.pause is not None
-    assert (again.pause.state, again.pause.tools, again.pause.seconds) == (
-        SessionState.WAITING_TOOL,
-        ("bash",),
-        3.5,
-    )
 
 
 def test_parents_children_and_cycles() -> None:

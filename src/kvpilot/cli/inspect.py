@@ -94,10 +94,7 @@ def session(
         _say(f"parent: {s['parent'] or '-'}; children: {', '.join(s['children']) or '-'}")
     if s["returns_in_s"]:
         r = s["returns_in_s"]
-        _say(
-            f"next request expected in {r['p50']:.1f} s (80 %: {r['p10']:.1f} to {r['p90']:.1f} s; "
-            f"{r['samples']:.0f} samples)"
-        )
+        _say(f"next request expected in {r['p50']:.1f} s (80 %: {r['p10']:.1f} to {r['p90']:.1f} s)")
     for step in s["next"]:
         wait = max(0.0, step["at"] - time.time())
         _say(f"next: {step['action']} {step['chunks']} chunks in {wait:.1f} s ({step['reason']})")

@@ -13,6 +13,8 @@ import msgspec
 from kvpilot.context import anthropic, responses
 from kvpilot.context.messages import message_hashes
 from kvpilot.context.pieces import texts_of
+from kvpilot.context.programs import program_of
+from kvpilot.domain import ToolFacts
 
 Body = Mapping[str, Any]
 
@@ -67,6 +69,16 @@ def content_hashes(body: Body) -> list[bytes]:
     return message_hashes(body)
 
 
+def added_bytes(body: Body, kept: int) -> int:
+    """About how much a chat says behind the messages that the first ``kept`` of its ``message_hashes`` name, in
+    bytes of JSON; a reply right behind them is not counted, as the conversation has it already."""
+    messages = body.get("messages")
+    new = messages[max(0, kept - 1) :] if isinstance(messages, list) else []
+    if kept and new and isinstance(new[0], dict) and new[0].get("role") == "assistant":
+        new = new[1:]
+    return sum(len(msgspec.json.encode(message)) for message in new)
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """What a chat message says, without what was thought; blocks of text are joined."""
     return "".join(texts_of(message.get("content"))).rpartition("</think>")[2].strip()
@@ -114,27 +126,64 @@ def named_replies(body: Body) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    """What a reply's message says and calls; ``agents`` of its tool calls start a sub-agent."""
+    """What a reply's message says, and the tools it calls."""
 
     text: str
     name: bytes | None
-    tools: list[str]
-    agents: int
+    tools: list[ToolFacts]
+
+    @property
+    def agents(self) -> int:
+        """How many of the tool calls start a sub-agent."""
+        return sum(tool.agent for tool in self.tools)
 
 
 def read_reply(message: bytes) -> ReadReply:
     reply = decode_body(message)
     calls = reply.get("tool_calls")
-    tools, agents = [], 0
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments")
-        tools.append(name if isinstance(name, str) else "?")
-        agents += starts_agent(tools[-1], arguments if isinstance(arguments, str) else "")
-    return ReadReply(message_text(reply), reply_name(reply), tools, agents)
+    tools = [_tool_facts(call) for call in (calls if isinstance(calls, list) else ())]
+    return ReadReply(message_text(reply), reply_name(reply), tools)
 
 
+def _tool_facts(call: Any) -> ToolFacts:
+    function = call.get("function") if isinstance(call, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name, raw = function.get("name"), function.get("arguments")
+    name = name[:MAX_TOOL_NAME] if isinstance(name, str) else "?"
+    raw = raw if isinstance(raw, str) else ""
+    arguments = decode_body(raw.encode("utf-8", "replace")) if len(raw) <= MAX_ARGUMENTS else {}
+    return ToolFacts(
+        name=name,
+        program=program_of(name, arguments),
+        timeout_s=_timeout_s(arguments),
+        background=any(arguments.get(key) is True for key in _BACKGROUND),
+        agent=starts_agent(name, raw),
+    )
+
+
+def _timeout_s(arguments: Body) -> float | None:
+    for key, unit_s in _TIMEOUTS.items():
+        value = arguments.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LONGEST_TIMEOUT:
+            return float(value) * (unit_s or (0.001 if value >= 1000 else 1.0))
+    return None
+
+
+MAX_ARGUMENTS = 100_000
+"""Characters of a tool call's arguments; longer ones carry files, and say nothing of how long the call takes."""
+MAX_TOOL_NAME = 80
+_LONGEST_TIMEOUT = 1e9
+_TIMEOUTS = {
+    "timeout_ms": 0.001,
+    "timeout_s": 1.0,
+    "timeout_seconds": 1.0,
+    "timeout_secs": 1.0,
+    "timeout_sec": 1.0,
+    "timeout": None,
+}
+"""Arguments that bound a call, and their unit in seconds; a ``timeout`` is in milliseconds for Claude Code, in seconds
+for OpenHands: nobody means less than a second or more than a quarter of an hour by 1000."""
+_BACKGROUND = ("run_in_background", "background", "is_background")
 _AGENT_TOOLS = re.compile(
     r"(?i)^(task|agent|(spawn|run|start|launch|delegate|dispatch|call|invoke)_?(to_?)?(sub_?)?(task|agent))$"
 )

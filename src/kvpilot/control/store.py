@@ -23,7 +23,9 @@ import msgspec
 import numpy as np
 
 from kvpilot.coordinator.actions import Work
+from kvpilot.coordinator.service import StoredThread
 from kvpilot.domain import ActionRecord, Segment, SessionState, Space, TokenArray
+from kvpilot.forecast.forecaster import StoredRhythm
 from kvpilot.sessions.book import Session, SessionKey, Thread
 from kvpilot.sessions.references import ReferenceTable
 
@@ -56,6 +58,7 @@ class ThreadRow(msgspec.Struct):
     leftover: list[bytes]
     tokens: bytes | None
     """The referenced context, zlib-compressed little-endian uint32; None when nothing is referenced."""
+    rhythm: StoredRhythm | None = None
 
 
 class SessionRow(msgspec.Struct):
@@ -74,6 +77,7 @@ class SessionRow(msgspec.Struct):
 
 T = TypeVar("T")
 P = ParamSpec("P")
+RhythmOf = Callable[[str], StoredRhythm | None]
 LateAction = tuple[ActionRecord, Work | None]
 
 _UNREADABLE = (ValueError, TypeError)
@@ -104,17 +108,19 @@ class Store:
     def session_forgotten(self, session: Session) -> None:
         self._dirty[session.key] = None
 
-    async def flush(self, references: ReferenceTable) -> None:
+    async def flush(self, references: ReferenceTable, rhythm_of: RhythmOf = lambda owner: None) -> None:
         """Write what changed since the last flush; what cannot be written is kept for the next."""
         # Who is cancelled meanwhile does not take along what the worker thread has in hand.
-        await asyncio.shield(self._flush(references))
+        await asyncio.shield(self._flush(references, rhythm_of))
 
-    async def _flush(self, references: ReferenceTable) -> None:
+    async def _flush(self, references: ReferenceTable, rhythm_of: RhythmOf) -> None:
         async with self._lock:
             dirty, late = self._dirty, dict(self._late)
             if not dirty and not late:
                 return
-            rows = {key: _row(s, references) if s is not None else None for key, s in dirty.items()}
+            rows = {
+                key: _row(s, references, rhythm_of) if s is not None else None for key, s in dirty.items()
+            }
             self._dirty = {}
             try:
                 await asyncio.to_thread(self._write, late, rows)
@@ -150,12 +156,15 @@ class Store:
             log.warning("%s cannot be written (%s): changes are kept until it can be", self._path, error)
         self._working = False
 
-    def load_sessions(self) -> Iterator[tuple[Session, list[tuple[Thread, TokenArray | None]]]]:
-        """Sessions as they were, each thread with the context it referenced; unreadable rows are skipped."""
+    def load_sessions(self) -> Iterator[tuple[Session, list[StoredThread]]]:
+        """Sessions as they were; unreadable rows are skipped."""
         for tenant, session_id, data in self._db.execute("SELECT tenant, id, data FROM sessions").fetchall():
             try:
                 row = _row_decoder.decode(data)
-                yield _session(row), [(_thread(row, t), _tokens(t)) for t in row.threads]
+                yield (
+                    _session(row),
+                    [StoredThread(_thread(row, t), _tokens(t), t.rhythm) for t in row.threads],
+                )
             except (*_UNREADABLE, zlib.error) as error:
                 _skipped(f"session {tenant}/{session_id}", error)
 
@@ -290,7 +299,7 @@ def _skipped(what: str, error: Exception) -> None:
     log.warning("stored %s is unreadable and skipped: %s", what, error)
 
 
-def _row(session: Session, references: ReferenceTable) -> SessionRow:
+def _row(session: Session, references: ReferenceTable, rhythm_of: RhythmOf) -> SessionRow:
     threads = [
         ThreadRow(
             owner=t.owner,
@@ -304,6 +313,7 @@ def _row(session: Session, references: ReferenceTable) -> SessionRow:
             segments_method=t.segments_method,
             leftover=list(t.leftover),
             tokens=references.tokens(t.owner).tobytes() if t.owner in references else None,
+            rhythm=rhythm_of(t.owner),
         )
         for t in session.threads.values()
     ]

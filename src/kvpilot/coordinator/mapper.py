@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpilot.context.conversation import (
     Body,
+    added_bytes,
     content_hashes,
     head_length,
     named_replies,
@@ -19,18 +20,20 @@ from kvpilot.context.conversation import (
     read_request,
 )
 from kvpilot.context.tokens import PromptParser, parse_tokens
+from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.domain import (
     PromptKnown,
     RequestFinished,
     RequestStarted,
-    SessionState,
     Signal,
     Space,
     TokenArray,
 )
-from kvpilot.forecast import Forecast, GapForecaster
-from kvpilot.sessions.book import Change, Pause, Session, SessionBook, Started, Thread
+from kvpilot.sessions.book import Change, Session, SessionBook, Started, Thread
 from kvpilot.sessions.references import ReferenceTable, Released
+
+BYTES_PER_TOKEN = 4
+"""About as much JSON as text is a token, where nobody counts."""
 
 
 @dataclass(slots=True)
@@ -83,17 +86,6 @@ class Mapped:
     """How many tokens the reply had."""
 
 
-def pause_keys(session: Session, state: SessionState, tools: Sequence[str]) -> tuple[list[str], str]:
-    """The forecast's keys for a pause, special to general, and its prior."""
-    own = f"s:{session.tenant}/{session.id}"
-    if state is SessionState.WAITING_TOOL:
-        name = "+".join(sorted(set(tools))[:4])
-        return [f"{own}:tool:{name}", f"t:{session.tenant}:{name}", f"t:{name}", "tool"], "tool"
-    if state is SessionState.SUSPENDED:
-        return [f"{own}:suspended", "suspended"], "suspended"
-    return [f"{own}:human", f"h:{session.tenant}", "human"], "human"
-
-
 class Mapper:
     """``space_of(salt)`` names the KV space of a request; ``clock`` gives unix seconds."""
 
@@ -101,13 +93,13 @@ class Mapper:
         self,
         book: SessionBook,
         references: ReferenceTable,
-        forecaster: GapForecaster,
+        forecasts: Forecasts,
         space_of: Callable[[str], Space],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.book = book
         self.references = references
-        self.forecaster = forecaster
+        self.forecasts = forecasts
         self._space_of = space_of
         self._clock = clock
         self._pending: dict[str, Pending] = {}
@@ -133,8 +125,8 @@ class Mapper:
         )
         if event.retention is not None:
             started.thread.retain(event.retention, event.at)
-        if started.pause is not None:
-            self._learn(started.session, started.pause)
+        added = added_bytes(body, started.kept) // BYTES_PER_TOKEN
+        self.forecasts.started(started.session, started.thread, added, event.at)
         self.stats.changes[started.change.value] += 1
         self._pending[event.request_id] = Pending(
             started, event.path, body, hashes, event.at, started.thread.turns
@@ -191,6 +183,11 @@ class Mapper:
             return None
         return self._move(pending, prompt, None, b"")
 
+    def session_of(self, request_id: str) -> Session | None:
+        """Whose request it is, while it runs."""
+        pending = self._pending.get(request_id)
+        return None if pending is None else pending.started.session
+
     def on_finished(self, event: RequestFinished) -> Mapped | None:
         pending = self._pending.pop(event.request_id, None)
         if pending is None:
@@ -202,13 +199,15 @@ class Mapper:
         self.book.finish(
             session,
             thread,
-            tools=reply.tools,
+            tools=[tool.name for tool in reply.tools],
             asked=complete,
             now=event.at,
             text=reply.text,
             name=reply.name,
             agents=reply.agents,
         )
+        tokens = event.completion_token_count or len(event.message) // BYTES_PER_TOKEN
+        self.forecasts.finished(thread, reply.tools, tokens, event.at, broken=not complete)
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
@@ -262,6 +261,8 @@ class Mapper:
 
     def on_signal(self, event: Signal) -> Session | None:
         session = self.book.signal(event.tenant, event.session, event.kind, event.eta_s, event.at)
+        if session is not None:
+            self.forecasts.signal(session, event.kind, event.eta_s, event.at)
         if session is not None and event.retention is not None:
             for thread in session.threads.values():
                 thread.retain(event.retention, event.at)
@@ -274,7 +275,9 @@ class Mapper:
                 del self._pending[request_id]
                 self.stats.expired += 1
                 started = pending.started
-                self.book.finish(started.session, started.thread, tools=(), asked=False, now=self._clock())
+                now = self._clock()
+                self.book.finish(started.session, started.thread, tools=(), asked=False, now=now)
+                self.forecasts.finished(started.thread, (), 0, now, broken=True)
 
     def unmapped(self, space: Space) -> bool:
         """Whether a request runs whose context nobody holds a reference to yet: its tokens are not known."""
@@ -284,17 +287,6 @@ class Mapper:
             and pending.started.thread.space == space
             for pending in (*self._pending.values(), *self._late.values())
         )
-
-    def forecast(self, session: Session, now: float) -> Forecast | None:
-        """Time to the session's next request; None while it runs or after its end."""
-        if session.state in (SessionState.RUNNING, SessionState.ENDED):
-            return None
-        keys, prior = pause_keys(session, session.state, session.waiting_for)
-        return self.forecaster.forecast(keys, prior, max(0.0, now - session.since))
-
-    def _learn(self, session: Session, pause: Pause) -> None:
-        keys, _ = pause_keys(session, pause.state, pause.tools)
-        self.forecaster.observe(keys, pause.seconds)
 
     def _move(
         self,

@@ -33,7 +33,9 @@ from kvpilot.plan import PlanSettings
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 30.0
-FORECAST_MEMORY = "gap_forecaster"
+FORECAST_MEMORY = "forecasts"
+REMEMBER_S = 300.0
+"""How often what was learned is written, some MB; what a crash loses of it is learned again."""
 
 
 class Runtime:
@@ -106,13 +108,10 @@ class Runtime:
         """Bring back what the store holds, before the first event is taken in."""
         service, store = self.service, self.store
         learned = store.load_memory(FORECAST_MEMORY)
-        if isinstance(learned, dict):
-            service.forecaster.load(learned)
+        if learned is not None:
+            service.forecasts.remember(learned)
         for session, threads in store.load_sessions():
-            for thread, tokens in threads:
-                if tokens is not None:
-                    service.references.set(thread.owner, thread.space, tokens)
-            service.book.restore(session, [thread for thread, _ in threads])
+            service.restore(session, threads)
         closed, pending = store.load_actions()
         for record in closed:
             service.actions.adopt(record)
@@ -132,35 +131,45 @@ class Runtime:
             lambda: self.planner.run(self.config.coordinator.tick_s),
             self._flush_loop,
             self._housekeeping,
+            self._remember_loop,
         ]
 
     async def _flush_loop(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             try:
-                await self.store.flush(self.service.references)
+                await self.store.flush(self.service.references, self.service.forecasts.stored)
             except Exception:
                 log.exception("the store could not be written; going on without")
 
     async def _housekeeping(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._remember()
+            self.service.forecasts.forecaster.tick(self.service.clock())
+            try:
+                self.store.prune_actions()
+            except Exception:
+                log.exception("the store could not be written; going on without")
 
-    def _remember(self) -> None:
+    async def _remember_loop(self) -> None:
+        while True:
+            await asyncio.sleep(REMEMBER_S)
+            await self._remember()
+
+    async def _remember(self) -> None:
+        memory = self.service.forecasts.memory()
         try:
-            self.store.put_memory(FORECAST_MEMORY, self.service.forecaster.dump())
-            self.store.prune_actions()
+            await asyncio.to_thread(self.store.put_memory, FORECAST_MEMORY, memory)
         except Exception:
-            log.exception("the store could not be written; going on without")
+            log.exception("what forecasts have learned could not be written; going on without")
 
     async def close(self) -> None:
         await self.service.close()
         if self.events is not None:
             await self.events.close()
         await self.poller.close()
-        await self.store.flush(self.service.references)
-        self._remember()
+        await self.store.flush(self.service.references, self.service.forecasts.stored)
+        await self._remember()
         await self.renderer.close()
         await self.backend.close()
         self.store.close()

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ from kvpilot.coordinator.actions import ActionLog, Deferral, Work
 from kvpilot.coordinator.asking import SILENT, Asker
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
+from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.mapper import Mapped, Mapper, Pending
 from kvpilot.coordinator.remains import left_behind
 from kvpilot.coordinator.repeats import Repeats, Reused
@@ -45,7 +46,7 @@ from kvpilot.domain import (
     Tier,
     TokenArray,
 )
-from kvpilot.forecast import GapForecaster
+from kvpilot.forecast.forecaster import StoredRhythm
 from kvpilot.ingest.residency import Residency
 from kvpilot.sessions.book import Session, SessionBook, Thread
 from kvpilot.sessions.references import ReferenceTable
@@ -59,6 +60,12 @@ SIGNAL_ACTIONS: dict[SignalKind, ActionKind] = {
     SignalKind.TOOL_FINISHED: ActionKind.PREFETCH,
 }
 
+ANNOUNCEMENTS: dict[ActionKind, SignalKind] = {
+    ActionKind.EVICT: SignalKind.END,
+    ActionKind.DEMOTE: SignalKind.SUSPEND,
+    ActionKind.PREFETCH: SignalKind.RESUME,
+}
+"""What a session-wide command says of its session."""
 
 UNSETTLED = "a request of the session is running, or its tokens are still asked for"
 WENT_ON = "the session went on before its running request had ended"
@@ -77,6 +84,14 @@ class ServiceSettings:
     request_timeout_s: float = 900.0
     block_size: int = 64
     """Tokens in a block of the engine, for ranges given in blocks."""
+
+
+class StoredThread(NamedTuple):
+    """A conversation as a store keeps it: with the context it referenced and what is known of its waits."""
+
+    thread: Thread
+    tokens: TokenArray | None
+    rhythm: StoredRhythm | None
 
 
 class CoordinatorService:
@@ -104,8 +119,8 @@ class CoordinatorService:
         hasher = ChunkHasher(backend.chunk_size)
         self.references = ReferenceTable(hasher)
         self.book = SessionBook()
-        self.forecaster = GapForecaster()
-        self.mapper = Mapper(self.book, self.references, self.forecaster, space_of, clock)
+        self.forecasts = Forecasts()
+        self.mapper = Mapper(self.book, self.references, self.forecasts, space_of, clock)
         self.segments = SegmentQueue(segmenter, self._changed)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of, settings.block_size)
         self.actions = ActionLog()
@@ -146,8 +161,10 @@ class CoordinatorService:
             if event.prompt_token_count and not event.prompt_ids:
                 self._ask(event.request_id)  # an engine that does not tell them on chat completions either
             self._counted(event)
-            lost = self.mapper.lost(event)
+            lost, session = self.mapper.lost(event), self.mapper.session_of(event.request_id)
             mapped = self._mapped(self.mapper.on_finished(event))
+            if session is not None:
+                self.on_session(session)  # it waits now, also where nothing of its tokens was told
             if lost is not None and self.asker is not None and not self.asker.full:
                 lost.started.thread.awaited += 1
                 self.asker.start(self._recover(self.asker, lost))
@@ -293,6 +310,7 @@ class CoordinatorService:
                 ended = kind is ActionKind.EVICT
                 session.state = SessionState.ENDED if ended else SessionState.SUSPENDED
                 session.since, session.expected_at = now, None
+            self.forecasts.signal(session, ANNOUNCEMENTS[kind], None, now)
             self.on_session(session)
 
     def _begin(
@@ -528,6 +546,15 @@ class CoordinatorService:
 
     # ------------------------------------------------------------ restart
 
+    def restore(self, session: Session, threads: Sequence[StoredThread]) -> None:
+        """Know a session again, as a store kept it; before the first event is taken in."""
+        for thread, tokens, rhythm in threads:
+            if tokens is not None:
+                self.references.set(thread.owner, thread.space, tokens)
+            if rhythm is not None:
+                self.forecasts.restore(thread.owner, rhythm)
+        self.book.restore(session, [thread for thread, _, _ in threads])
+
     def resume(self, pending: Sequence[tuple[ActionRecord, Work | None]]) -> None:
         """Take up again what was acknowledged before a restart, and let go of what ended sessions held."""
         for session in self.book.sessions.values():
@@ -581,6 +608,7 @@ class CoordinatorService:
         if thread.owner in self.references:
             self.references.drop(thread.owner)
         self.segments.forget(thread.owner)
+        self.forecasts.forget(thread.owner)
 
     # ------------------------------------------------------------ records
 

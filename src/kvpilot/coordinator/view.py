@@ -89,7 +89,7 @@ class Reader:
             loadable=self._loadable(tiers),
             exclusive_host=exclusive,
             # Asked only where something could be moved: most of many sessions have nothing anywhere.
-            forecast=service.mapper.forecast(session, now) if any(tiers) else None,
+            forecast=service.forecasts.of(thread.owner, now) if any(tiers) else None,
             expected_at=session.expected_at,
             busy=recent or service.tasks.busy(thread.owner),
             kept=thread.keep_until > now,
@@ -188,8 +188,7 @@ class Reader:
 
     def _returns(self, session: Session) -> dict[str, float] | None:
         """Forecast of the session's next request, in seconds from now."""
-        forecast = self._service.mapper.forecast(session, self._service.clock())
+        forecast = self._service.forecasts.soonest(session, self._service.clock())
         if forecast is None:
             return None
-        quantiles = {f"p{int(100 * q)}": round(forecast.quantile(q), 3) for q in (0.1, 0.5, 0.9)}
-        return {**quantiles, "samples": round(forecast.samples, 1)}
+        return {f"p{int(100 * q)}": round(forecast.quantile(q), 3) for q in (0.1, 0.5, 0.9)}

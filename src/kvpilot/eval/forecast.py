@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -18,17 +18,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvpilot.forecast.calibration import Calibrator
+from kvpilot.forecast import Forecaster
+from kvpilot.forecast.calibration import NOMINAL, SHORTEST_S, Intervals, Stated
 from kvpilot.forecast.hazard import HazardModel
-from kvpilot.forecast.waits import Open
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.brain import Kvpilot
 from kvpilot.sim.one_tier import run_contexts, scenario_of
 from kvpilot.sim.policy import Run
-from kvpilot.sim.view import Reply, Request
 from kvpilot.traces import TraceSession
 
-NOMINAL = (0.5, 0.8, 0.95)
 TOLERANCE = 0.03
 WARM_UP = 0.2
 """Share of the pauses, the earliest, that are not scored."""
@@ -55,8 +53,8 @@ class Calibration(msgspec.Struct, frozen=True):
 
 class _Pause(msgspec.Struct, frozen=True):
     session: int
-    seconds: float
     intervals: tuple[tuple[float, float], ...]
+    seconds: float
 
 
 def calibrate(
@@ -66,9 +64,17 @@ def calibrate(
     scenario = scenario_of(sessions, count, seed)
     pauses: list[_Pause] = []
 
+    def note(context: int, seconds: float, stated: Stated) -> None:
+        pauses.append(_Pause(int(session_of[context]), stated.intervals, seconds))
+
+    session_of = scenario.view(hints).session
+    intervals = Intervals(note=note)
+    forecaster = (
+        Forecaster(intervals=intervals) if prior else Forecaster(HazardModel(), HazardModel(), intervals)
+    )
+
     def make(run: Run) -> Kvpilot:
-        models = () if prior else (HazardModel(), HazardModel())
-        return _Witness(run, pauses.append, *models)
+        return Kvpilot(run, forecaster)
 
     run_contexts(scenario, make, scenario.workload.distinct_chunks, hints)
     scored = pauses[int(len(pauses) * WARM_UP) :]
@@ -79,38 +85,6 @@ def calibrate(
         pauses=len(scored),
         intervals=[_interval(scored, index, seed) for index in range(len(NOMINAL))],
     )
-
-
-class _Witness(Kvpilot):
-    """Notes what was stated of every pause that ends."""
-
-    def __init__(self, run: Run, note: Callable[[_Pause], None], *models: HazardModel) -> None:
-        super().__init__(run, *models)
-        self._note = note
-        self._calibrator = Calibrator()
-        self._stated: dict[int, tuple[tuple[float, float], ...]] = {}
-
-    def on_end(self, request: Request, reply: Reply) -> None:
-        super().on_end(request, reply)
-        wait = self.pauses.get(request.context)
-        if wait is not None:
-            self._stated[request.context] = tuple(
-                self._calibrator.interval(_kind(wait), wait.curve, share) for share in NOMINAL
-            )
-
-    def on_request(self, request: Request) -> None:
-        wait = self.pauses.get(request.context)
-        stated = self._stated.pop(request.context, None)
-        if wait is not None and stated is not None:
-            seconds = request.at - wait.since
-            self._note(_Pause(request.session, seconds, stated))
-            for share, (low, high) in zip(NOMINAL, stated, strict=True):
-                self._calibrator.observe(_kind(wait), share, low <= seconds <= high)
-        super().on_request(request)
-
-
-def _kind(wait: Open) -> str:
-    return "tool" if "tool" in wait.features else "person"
 
 
 def _interval(pauses: Sequence[_Pause], index: int, seed: int) -> Interval:
@@ -128,7 +102,9 @@ def _interval(pauses: Sequence[_Pause], index: int, seed: int) -> Interval:
         coverage=coverage,
         low=low,
         high=high,
-        width=median(high / max(low, 1e-3) for low, high in (pause.intervals[index] for pause in pauses)),
+        width=median(
+            high / max(low, SHORTEST_S) for low, high in (pause.intervals[index] for pause in pauses)
+        ),
         holds=abs(coverage - nominal) <= TOLERANCE or low <= nominal <= high,
     )
 

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from kvpilot.forecast import Forecaster
 from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.prior import packaged
 from kvpilot.replay.plan import Hints
@@ -30,7 +31,7 @@ def learned(paths: list[Path], seed: int = 1) -> tuple[HazardModel, HazardModel]
         scenario = scenario_of(list(read_trace(path)), SESSIONS, seed)
 
         def make(run: Run) -> Kvpilot:
-            return Kvpilot(run, pauses=pauses, cycles=cycles)
+            return Kvpilot(run, Forecaster(pauses, cycles))
 
         run_contexts(scenario, make, scenario.workload.distinct_chunks, Hints.NONE)
     return pauses, cycles

@@ -1,5 +1,6 @@
-"""When will a session be heard of again? Learned from pauses that ended; pure, time is an argument."""
+"""When is KV needed again? Distributions of waits, learned online, and what room kept for their end is worth."""
 
-from kvpilot.forecast.gaps import Forecast, GapForecaster
+from kvpilot.forecast.curve import Forecast
+from kvpilot.forecast.forecaster import Forecaster
 
-__all__ = ["Forecast", "GapForecaster"]
+__all__ = ["Forecast", "Forecaster"]

@@ -43,6 +43,39 @@ class Curve:
         return float(self.worth[bin_of(elapsed_s)])
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A wait as it stands: ``elapsed_s`` of it are over (below 0: it is announced to begin in so many seconds)."""
+
+    curve: Curve
+    elapsed_s: float
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds until the announced moment, 0 for what has begun."""
+        return max(0.0, -self.elapsed_s)
+
+    def quantile(self, q: float) -> float:
+        """Seconds from now by which the next request has come with probability ``q``, if it comes at all."""
+        return self.ahead_s + self.curve.quantile(max(0.0, self.elapsed_s), q)
+
+    def within(self, seconds: float) -> float:
+        """Probability that the next request comes within ``seconds`` from now."""
+        left = seconds - self.ahead_s
+        return self.curve.within(max(0.0, self.elapsed_s), left) if left > 0 else 0.0
+
+    @property
+    def worth(self) -> float:
+        """Returns per second that a unit of room held for it brings; see :func:`worth_ahead`."""
+        return worth_ahead(self.curve.worth_at(max(0.0, self.elapsed_s)), self.ahead_s)
+
+
+def worth_ahead(worth: float, ahead_s: float) -> float:
+    """What a wait worth ``worth`` at its beginning is worth ``ahead_s`` seconds before it: the same return, with
+    that much more time to hold room for it."""
+    return worth / (1.0 + ahead_s * worth)
+
+
 def _inverse(cdf: Floats, p: float) -> float:
     """The time at which ``cdf`` reaches ``p``, log-linear inside a bin (the bins are logarithmic)."""
     at = int(np.searchsorted(cdf, p, side="left"))

@@ -6,17 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvpilot.domain import ToolFacts
 
-@dataclass(frozen=True, slots=True)
-class ToolFacts:
-    """A tool call as the reply has it. ``program``: first … last program of a shell line, with subcommands."""
-
-    name: str
-    program: str | None = None
-    timeout_s: float | None = None
-    background: bool = False
-    agent: bool = False
-    """Whether it starts a sub-agent."""
+TOOL, PERSON, ANNOUNCED, BROKEN = "tool", "person", "announced", "broken"
+"""What is waited for: each is a feature of its waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +28,19 @@ class Pause:
     """The last tool called before this reply, with its program: how far the work has come."""
     turns: int = 0
     """Requests of the conversation so far."""
+    broken: bool = False
+    """Whether the reply broke off (an error, a client that went): nobody is known to read it."""
 
 
 def pause_features(pause: Pause) -> list[str]:
     """From general to special."""
     names = ["any", "child" if pause.child else "main"]
+    if pause.broken:
+        return [*names, BROKEN, f"session:{pause.session}:{BROKEN}"]
     if not pause.tools:
         return [*names, *_answered(pause)]
     tool = slowest(pause.tools)
-    names += ["tool", f"tool:{tool.name}", f"session:{pause.session}", f"session:{pause.session}:{tool.name}"]
+    names += [TOOL, f"tool:{tool.name}", f"session:{pause.session}", f"session:{pause.session}:{tool.name}"]
     if tool.program:
         names += [f"program:{tool.program.split(' ')[0]}", f"line:{tool.program}"]
         names.append(f"session:{pause.session}:line:{tool.program}")
@@ -62,13 +59,23 @@ def pause_features(pause: Pause) -> list[str]:
 def _answered(pause: Pause) -> list[str]:
     """A reply without tool calls: a person reads it, or the work is done."""
     who = "child" if pause.child else "main"
-    names = ["person", f"person:{who}", f"session:{pause.session}:person"]
+    names = [PERSON, f"person:{who}", f"session:{pause.session}:person"]
     if pause.last_s is not None:
         names.append(f"person:last:{_decade(pause.last_s)}")
     if pause.last_tool is not None:
         names.append(f"person:after:{pause.last_tool}")
     names += [f"person:reply:{_octave(pause.reply_tokens)}", f"person:turns:{_octave(pause.turns)}"]
     return names
+
+
+def announced_features(session: str, how: str) -> list[str]:
+    """Of a return that a hint announced: how punctual such words are. ``how``: the kind of hint."""
+    return [ANNOUNCED, f"{ANNOUNCED}:{how}", f"session:{session}:{ANNOUNCED}"]
+
+
+def kind_of(features: Sequence[str]) -> str:
+    """What a wait with these features is for: ``tool``, ``person``, ``announced`` or ``broken``."""
+    return next((kind for kind in (ANNOUNCED, TOOL, PERSON) if kind in features), BROKEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ FIRST_SQUARES = 0.3
 FORGET = 0.9995
 """Factor on the squared gradients of a feature per wait."""
 MAX_FEATURES = 20_000
+PARTICULAR = ("session:", "conversation:")
+"""How features begin that name one session: they come and go, and never push out what all have in common."""
 
 _GROUP_OF = np.arange(BINS) // GROUP
 _STARTS = np.arange(0, BINS, GROUP)
@@ -43,13 +45,14 @@ class HazardModel:
 
     def __init__(self, max_features: int = MAX_FEATURES) -> None:
         self._max = max_features
-        self._rows: dict[str, int] = {}
+        self._common: dict[str, int] = {}
+        self._particular: dict[str, int] = {}
         self._weights = np.zeros((64, COLUMNS), dtype=np.float32)
         self._squares = np.full((64, COLUMNS), FIRST_SQUARES, dtype=np.float32)
 
     def hazards(self, features: Sequence[str]) -> Floats:
         """[BINS] probability that a wait which has reached a bin ends in it."""
-        rows = [row for name in features if (row := self._rows.get(name)) is not None]
+        rows = [row for name in features if (row := self._find(name)) is not None]
         return _sigmoid(_logits(self._weights[rows].sum(axis=0, dtype=np.float64)))
 
     def learn(self, features: Sequence[str], first: int, last: int, ended: bool) -> None:
@@ -72,19 +75,16 @@ class HazardModel:
     def explain(self, features: Iterable[str]) -> dict[str, float]:
         """Each feature's mean shift of the logit over all bins: what makes a wait short (above 0) or long."""
         return {
-            name: float(_logits(self._weights[self._rows[name]].astype(np.float64)).mean() - BASE)
+            name: float(_logits(self._weights[row].astype(np.float64)).mean() - BASE)
             for name in features
-            if name in self._rows
+            if (row := self._find(name)) is not None
         }
 
     def dump(self) -> dict[str, Any]:
-        """What :meth:`load` takes back, in plain types."""
-        rows = list(self._rows.values())
-        return {
-            "features": list(self._rows),
-            "weights": self._weights[rows].round(4).tolist(),
-            "squares": self._squares[rows].round(3).tolist(),
-        }
+        """What :meth:`load` takes back: ``features`` [n] names, ``weights`` and ``squares`` [n, COLUMNS] float32."""
+        known = {**self._common, **self._particular}
+        rows = list(known.values())
+        return {"features": list(known), "weights": self._weights[rows], "squares": self._squares[rows]}
 
     def load(self, raw: dict[str, Any]) -> None:
         """Takes what :meth:`dump` gave. Raises ValueError when it has another shape; nothing is changed then."""
@@ -92,25 +92,38 @@ class HazardModel:
         weights = np.asarray(raw.get("weights", []), dtype=np.float32)
         squares = np.asarray(raw.get("squares", []), dtype=np.float32)
         shape = (len(names), COLUMNS)
-        if names and not (weights.shape == squares.shape == shape and np.isfinite(weights).all()):
+        if names and not weights.shape == squares.shape == shape:
             raise ValueError(f"weights of shape {weights.shape}, {shape} expected")
+        if not (np.isfinite(weights).all() and np.isfinite(squares).all()):
+            raise ValueError("weights that are no numbers")
         for name, weight, square in zip(names[-self._max :], weights, squares, strict=False):
             row = self._row(str(name))
             self._weights[row], self._squares[row] = weight, np.maximum(square, FIRST_SQUARES)
 
+    def _find(self, name: str) -> int | None:
+        row = self._common.get(name)
+        return self._particular.get(name) if row is None else row
+
     def _row(self, name: str) -> int:
-        """The feature's row, made where there is none; the feature learned from longest ago gives way."""
-        row = self._rows.pop(name, None)
+        """The feature's row, made where there is none."""
+        rows = self._particular if name.startswith(PARTICULAR) else self._common
+        row = rows.pop(name, None)
         if row is None:
-            if len(self._rows) >= self._max:
-                row = self._rows.pop(next(iter(self._rows)))
-                self._weights[row], self._squares[row] = 0.0, FIRST_SQUARES
-            else:
-                row = len(self._rows)
-                if row >= len(self._weights):
-                    self._weights = _doubled(self._weights, 0.0)
-                    self._squares = _doubled(self._squares, FIRST_SQUARES)
-        self._rows[name] = row
+            row = self._free_row()
+        rows[name] = row  # last in order: the one learned from longest ago is the first
+        return row
+
+    def _free_row(self) -> int:
+        """A new row, or that of the feature learned from longest ago: of what is particular to one session, unless
+        that is less than half of all."""
+        row = len(self._common) + len(self._particular)
+        if row >= self._max:
+            rows = self._particular if 2 * len(self._particular) >= self._max else self._common
+            row = rows.pop(next(iter(rows)))
+            self._weights[row], self._squares[row] = 0.0, FIRST_SQUARES
+        elif row >= len(self._weights):
+            self._weights = _doubled(self._weights, 0.0)
+            self._squares = _doubled(self._squares, FIRST_SQUARES)
         return row
 
 

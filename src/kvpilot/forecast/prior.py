@@ -41,7 +41,7 @@ def packaged(model: HazardModel, least_squares: float) -> dict[str, Any]:
         for name, weights, squares in zip(raw["features"], raw["weights"], raw["squares"], strict=True)
         if not name.startswith(SPECIAL) and squares[-1] >= least_squares
     ]
-    return {name: [round(SCALE * weight) for weight in weights] for name, weights in kept}
+    return {name: [round(SCALE * float(weight)) for weight in weights] for name, weights in kept}
 
 
 def _model(kind: str) -> HazardModel:

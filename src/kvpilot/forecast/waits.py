@@ -42,7 +42,8 @@ class Waits:
         self._due: list[tuple[float, int, float, int]] = []
 
     def begin(self, owner: int, features: Sequence[str], now: float) -> None:
-        """``owner`` begins to wait; a wait that was still open is forgotten."""
+        """``owner`` begins to wait at ``now``, which may lie ahead where a hint announced it; a wait that was still
+        open is forgotten."""
         while owner >= len(self._since):
             self._since = np.concatenate((self._since, np.zeros_like(self._since)))
             self._worth = np.concatenate((self._worth, np.zeros_like(self._worth)))
@@ -62,6 +63,13 @@ class Waits:
         self.drop(owner)
         return elapsed
 
+    def cut(self, owner: int, now: float) -> None:
+        """Something else is waited for from here on: all that is learned is that it had not ended yet."""
+        wait = self._open.get(owner)
+        if wait is not None:
+            self.model.learn(wait.features, wait.learned, bin_of(now - wait.since) - 1, ended=False)
+            self.drop(owner)
+
     def drop(self, owner: int) -> None:
         """The wait is over without an end to learn from."""
         if self._open.pop(owner, None) is not None:
@@ -76,8 +84,13 @@ class Waits:
                 continue
             last = _MILESTONES[milestone]
             self.model.learn(wait.features, wait.learned, last, ended=False)
-            wait.learned = last + 1
+            wait.learned = max(wait.learned, last + 1)
             self._remind(owner, wait.since, milestone + 1)
+
+    def resume(self, owner: int, features: Sequence[str], since: float, learned: int) -> None:
+        """Take up a wait that was under way before a restart; ``learned`` as in :class:`Open`."""
+        self.begin(owner, features, since)
+        self._open[owner].learned = learned
 
     def get(self, owner: int) -> Open | None:
         """An open wait: its curve, its features and since when it lasts."""
@@ -85,8 +98,9 @@ class Waits:
 
     def worths(self, now: float) -> Floats:
         """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait."""
-        bins = bins_of(now - self._since)
-        return self._worth[np.arange(len(bins)), bins]
+        elapsed = now - self._since
+        worth = self._worth[np.arange(len(elapsed)), bins_of(elapsed)]
+        return worth / (1.0 + np.maximum(-elapsed, 0.0) * worth)  # as `curve.worth_ahead`
 
     def _remind(self, owner: int, since: float, milestone: int) -> None:
         if milestone < len(_MILESTONES):

@@ -30,7 +30,7 @@ from kvpilot.sessions.kinship import Kinship
 from kvpilot.sessions.labels import Labels
 from kvpilot.sessions.thread import Change, Point, SessionKey, Thread
 
-__all__ = ["MAX_THREADS", "Change", "Pause", "Session", "SessionBook", "SessionKey", "Started", "Thread"]
+__all__ = ["MAX_THREADS", "Change", "Session", "SessionBook", "SessionKey", "Started", "Thread"]
 
 MAX_THREADS = 64
 """Conversations under one session id that are kept apart."""
@@ -70,21 +70,12 @@ class Session:
 
 @dataclass(slots=True, frozen=True)
 class Started:
-    """Where a request belongs, and the pause it ended (None where it ended none)."""
+    """Where a request belongs. ``kept``: how many leading hashes of its prompt its thread's last prompt had, too."""
 
     session: Session
     thread: Thread
     change: Change
-    pause: Pause | None
-
-
-@dataclass(slots=True, frozen=True)
-class Pause:
-    """A completed pause of a session: what it waited for, and how long (seconds)."""
-
-    state: SessionState
-    tools: tuple[str, ...]
-    seconds: float
+    kept: int
 
 
 def _points(tenant: str, salt: str, hashes: Sequence[bytes]) -> list[Point]:
@@ -181,7 +172,6 @@ class SessionBook:
             owner = f"{session.tenant}/{session.id}#{self._serial}"
             thread = Thread(owner=owner, session=session.key, space=space)
             session.threads[owner] = self._owners[owner] = thread
-        pause = self._end_pause(session, now)
         session.state, session.since, session.waiting_for = SessionState.RUNNING, now, ()
         session.expected_at = None
         session.last_seen = thread.last_seen = now
@@ -189,8 +179,8 @@ class SessionBook:
         thread.turns += 1
         thread.in_flight += 1
         thread.answered = thread.awaits_tools = False
-        self._remember(thread, list(hashes), head, points)
-        return Started(session=session, thread=thread, change=change, pause=pause)
+        kept = self._remember(thread, list(hashes), head, points)
+        return Started(session=session, thread=thread, change=change, kept=kept)
 
     def finish(
         self,
@@ -376,19 +366,15 @@ class SessionBook:
         head: int,
         points: Sequence[Point],
         kept: int | None = None,
-    ) -> None:
-        self._content.moved(thread, points, common_prefix(thread.hashes, hashes) if kept is None else kept)
+    ) -> int:
+        kept = common_prefix(thread.hashes, hashes) if kept is None else kept
+        self._content.moved(thread, points, kept)
         thread.hashes, thread.head = hashes, head
         if head and points:
             self._content.begins_with(thread, points[head - 1])
+        return kept
 
     @staticmethod
     def _set_state(session: Session, state: SessionState, now: float) -> None:
         if session.state is not state:
             session.state, session.since = state, now
-
-    @staticmethod
-    def _end_pause(session: Session, now: float) -> Pause | None:
-        if session.state in (SessionState.RUNNING, SessionState.ENDED) or not session.turns:
-            return None
-        return Pause(session.state, session.waiting_for, max(0.0, now - session.since))

@@ -1,0 +1,275 @@
+"""When each conversation comes back: told of requests, replies and signals, asked what room for it is worth.
+
+The coordinator and the simulator drive the same class, so that what is known of a wait is made of the same facts in
+one place. Two kinds of waits are kept: *pauses*, from a reply to the next request, and *cycles*, from one request to
+the next, which stand for a conversation while its request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvpilot.domain import SignalKind, ToolFacts
+from kvpilot.forecast import prior
+from kvpilot.forecast.bins import Floats
+from kvpilot.forecast.calibration import Intervals
+from kvpilot.forecast.curve import Forecast
+from kvpilot.forecast.features import (
+    PERSON,
+    TOOL,
+    Cycle,
+    Pause,
+    announced_features,
+    cycle_features,
+    kind_of,
+    pause_features,
+    slowest,
+)
+from kvpilot.forecast.hazard import HazardModel
+from kvpilot.forecast.waits import Waits
+
+
+class Rhythm(msgspec.Struct):
+    """What is remembered of a conversation to tell its next waits by."""
+
+    session: str
+    child: bool = False
+    running: int = 0
+    """Requests under way."""
+    turns: int = 0
+    since: float | None = None
+    """When its last reply ended, while it pauses."""
+    last_s: float | None = None
+    """How long the pause before took."""
+    cycle_s: float | None = None
+    """How long the cycle before took."""
+    after: ToolFacts | None = None
+    """The tool that it waits for, or waited for last; None: a person."""
+    work: str | None = None
+    """The last tool it called at all, by its program where it has one."""
+    reply_tokens: int = 0
+
+
+class StoredWait(msgspec.Struct):
+    """An open wait, to be taken up after a restart; see :class:`kvpilot.forecast.waits.Open`."""
+
+    features: tuple[str, ...]
+    since: float
+    learned: int
+
+
+class StoredRhythm(msgspec.Struct):
+    """All that is known of a conversation, to be taken up after a restart."""
+
+    rhythm: Rhythm
+    pause: StoredWait | None = None
+    cycle: StoredWait | None = None
+
+
+class Forecaster:
+    """Conversations are small numbers (``owner``), each used by one conversation at a time: memory grows with the
+    largest. A request and a reply cost a step of learning and a curve each; ``forecast`` is a look-up; ``worths`` is
+    O(largest owner). ``intervals``: keeps count of whether what is stated of pauses holds.
+    """
+
+    def __init__(
+        self,
+        pauses: HazardModel | None = None,
+        cycles: HazardModel | None = None,
+        intervals: Intervals | None = None,
+    ) -> None:
+        """``pauses`` and ``cycles``: what is known already (default: what is packaged)."""
+        self.pauses = Waits(pauses or prior.pauses())
+        self.cycles = Waits(cycles or prior.cycles())
+        self.intervals = intervals
+        self._rhythms: dict[int, Rhythm] = {}
+        self._running = np.zeros(64, dtype=bool)
+
+    # ------------------------------------------------------------ what happens
+
+    def request(
+        self, owner: int, now: float, *, session: str, conversation: str, child: bool, added_tokens: int
+    ) -> None:
+        """A request begins. ``session`` and ``conversation`` name what is learned apart; ``child``: a sub-agent's;
+        ``added_tokens``: about how much is new in its prompt."""
+        self.tick(now)
+        rhythm = self._rhythms.get(owner)
+        if rhythm is None:
+            rhythm = self._rhythms[owner] = Rhythm(session)
+        self.pauses.end(owner, now)
+        if rhythm.since is not None:
+            rhythm.last_s, rhythm.since = max(0.0, now - rhythm.since), None
+            if self.intervals is not None:
+                self.intervals.end(owner, rhythm.last_s)
+        rhythm.cycle_s = self.cycles.end(owner, now)
+        rhythm.session, rhythm.child = session, child
+        rhythm.turns += 1
+        rhythm.running += 1
+        cycle = Cycle(
+            session=session,
+            conversation=conversation,
+            child=child,
+            turns=rhythm.turns,
+            after=rhythm.after,
+            added_tokens=added_tokens,
+            last_s=rhythm.cycle_s,
+            last_reply_tokens=rhythm.reply_tokens,
+        )
+        self.cycles.begin(owner, cycle_features(cycle), now)
+        self._set_running(owner, rhythm)
+
+    def reply(
+        self, owner: int, now: float, tools: Sequence[ToolFacts], tokens: int, *, broken: bool = False
+    ) -> None:
+        """A request ended with a reply of ``tokens`` that calls ``tools``, or broke off."""
+        self.tick(now)
+        rhythm = self._rhythms.get(owner)
+        if rhythm is None:
+            return
+        rhythm.running = max(0, rhythm.running - 1)
+        pause = Pause(
+            session=rhythm.session,
+            tools=tools,
+            child=rhythm.child,
+            reply_tokens=tokens,
+            last_s=rhythm.last_s,
+            last_tool=rhythm.work,
+            turns=rhythm.turns,
+            broken=broken,
+        )
+        rhythm.reply_tokens = tokens
+        rhythm.after = tool = slowest(tools) if tools else None
+        if tool is not None:
+            rhythm.work = tool.program or tool.name
+        rhythm.since = now
+        self._set_running(owner, rhythm)
+        features = pause_features(pause)
+        self.pauses.begin(owner, features, now)
+        wait = self.pauses.get(owner)
+        if self.intervals is not None and wait is not None:
+            self.intervals.begin(owner, kind_of(features), wait.curve)
+
+    def signal(self, owner: int, now: float, kind: SignalKind, eta_s: float | None = None) -> None:
+        """A hint about the conversation: it is over, suspended, waits for a person, its tool has finished, or it
+        says when its next request comes (``eta_s`` seconds from now). While a request runs only the end counts."""
+        self.tick(now)
+        rhythm = self._rhythms.get(owner)
+        if kind is SignalKind.END:
+            self._drop(owner)
+            self.cycles.drop(owner)
+            if rhythm is not None:
+                rhythm.since = None
+            return
+        if rhythm is None or rhythm.running:
+            return
+        if kind is SignalKind.SUSPEND:
+            self._drop(owner)
+        elif kind is SignalKind.TOOL_FINISHED:
+            self._tool_finished(owner, now)
+        elif kind is SignalKind.WAITING_HUMAN:
+            self._person_asked(owner, rhythm, now)
+        if eta_s is not None or kind in (SignalKind.TOOL_FINISHED, SignalKind.RESUME):
+            self.pauses.cut(owner, now)
+            due = now + max(0.0, eta_s or 0.0)
+            self.pauses.begin(owner, announced_features(rhythm.session, kind.value), due)
+
+    def forget(self, owner: int) -> None:
+        """The number is free for another conversation."""
+        self._drop(owner)
+        self.cycles.drop(owner)
+        self._rhythms.pop(owner, None)
+        if owner < len(self._running):
+            self._running[owner] = False
+
+    def tick(self, now: float) -> None:
+        """Learn from waits that go on; to be called now and then where nothing happens."""
+        self.pauses.tick(now)
+        self.cycles.tick(now)
+
+    # ------------------------------------------------------------ what is foreseen
+
+    def forecast(self, owner: int, now: float) -> Forecast | None:
+        """When its next request comes; None while one runs, and where nothing is foreseen (it has ended, is
+        suspended, or was never heard of)."""
+        wait = None if self._is_running(owner) else self.pauses.get(owner)
+        return None if wait is None else Forecast(wait.curve, now - wait.since)
+
+    def worths(self, now: float) -> Floats:
+        """By owner, returns per second that a unit of room held for it brings; 0 where nothing is foreseen. While a
+        request runs, its whole cycle is what comes back."""
+        n = len(self._running)
+        pauses, cycles = _padded(self.pauses.worths(now), n), _padded(self.cycles.worths(now), n)
+        return np.where(self._running, cycles, pauses)
+
+    def worth(self, owner: int, now: float) -> float:
+        """``worths`` of one owner."""
+        wait = (self.cycles if self._is_running(owner) else self.pauses).get(owner)
+        return 0.0 if wait is None else Forecast(wait.curve, now - wait.since).worth
+
+    # ------------------------------------------------------------ restart
+
+    def stored(self, owner: int) -> StoredRhythm | None:
+        """What :meth:`restore` takes back: a copy, which may be written elsewhere while waits go on here."""
+        rhythm = self._rhythms.get(owner)
+        if rhythm is None:
+            return None
+        return StoredRhythm(
+            msgspec.structs.replace(rhythm), _stored(self.pauses, owner), _stored(self.cycles, owner)
+        )
+
+    def restore(self, owner: int, known: StoredRhythm) -> None:
+        """Take up a conversation after a restart: what ran then has no end that will be heard of."""
+        self._rhythms[owner] = msgspec.structs.replace(known.rhythm, running=0)
+        for waits, wait in ((self.pauses, known.pause), (self.cycles, known.cycle)):
+            if wait is not None:
+                waits.resume(owner, wait.features, wait.since, wait.learned)
+
+    # ------------------------------------------------------------ inside
+
+    def _drop(self, owner: int) -> None:
+        self.pauses.drop(owner)
+        if self.intervals is not None:
+            self.intervals.end(owner, None)
+
+    def _tool_finished(self, owner: int, now: float) -> None:
+        wait = self.pauses.get(owner)
+        if wait is not None and TOOL in wait.features:
+            self.pauses.end(owner, now)
+
+    def _person_asked(self, owner: int, rhythm: Rhythm, now: float) -> None:
+        """Whatever the reply called, a person is waited for from now on."""
+        wait = self.pauses.get(owner)
+        if wait is not None and PERSON in wait.features:
+            return
+        self.pauses.cut(owner, now)
+        pause = Pause(
+            session=rhythm.session,
+            child=rhythm.child,
+            reply_tokens=rhythm.reply_tokens,
+            last_s=rhythm.last_s,
+            last_tool=rhythm.work,
+            turns=rhythm.turns,
+        )
+        self.pauses.begin(owner, pause_features(pause), now)
+
+    def _is_running(self, owner: int) -> bool:
+        rhythm = self._rhythms.get(owner)
+        return rhythm is not None and rhythm.running > 0
+
+    def _set_running(self, owner: int, rhythm: Rhythm) -> None:
+        if owner >= len(self._running):
+            more = max(len(self._running), owner + 1 - len(self._running))
+            self._running = np.concatenate((self._running, np.zeros(more, dtype=bool)))
+        self._running[owner] = rhythm.running > 0
+
+
+def _stored(waits: Waits, owner: int) -> StoredWait | None:
+    wait = waits.get(owner)
+    return None if wait is None else StoredWait(wait.features, wait.since, wait.learned)
+
+
+def _padded(values: Floats, n: int) -> Floats:
+    return values[:n] if len(values) >= n else np.concatenate((values, np.zeros(n - len(values))))
