@@ -1,0 +1,433 @@
+"""Which session needs which block: sessions, their contexts, and what each is worth right now. Pure.
+
+A block is named by the engine's chained hash of everything up to its end, so equal hashes at a position mean equal
+prefixes, and a session's claim is a claim on content, wherever it lies and however often it comes and goes. Times
+are seconds of any one clock, an argument everywhere. No call fails on what a client says.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from kvpilot.forecast.prior import pauses
+from kvpilot.forecast.waits import Waits
+
+SessionKey = tuple[str, str]
+"""Salt and id: a tenant's salt is part of the name, so no tenant reaches another's sessions."""
+Hash = bytes
+
+MAX_CONTEXTS = 4096
+MAX_THREADS = 8
+"""Conversations that go on side by side under one session id; of more, the one unheard of longest is forgotten."""
+IDLE_S = 6 * 3600.0
+"""A context unheard of for so long is nobody's any more."""
+GOES_ON = 0.8
+"""A request goes on with the conversation of which it repeats this share of the prompt (thoughts and the like may
+be gone from its end); less is another conversation under the same id."""
+PROTECTED_SHARE = 0.5
+"""Share of the pool within which wishes to retain are heard, in equal parts for the salts that have any."""
+RANKING_S = 0.1
+"""For so long contexts keep their ranks, unless something happens."""
+
+
+class Level(IntEnum):
+    """Contexts of a lower level lose their blocks first; within one, those who return least likely soon."""
+
+    DEMOTED = 0
+    LIVE = 1
+    PROTECTED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """One conversation as the engine's cache sees it."""
+
+    number: int
+    """A small number, given to another one later."""
+    session: Session | None
+    """None: only a wish to retain certain blocks."""
+    hashes: list[Hash] = field(default_factory=list)
+    """What it claims, from its head on."""
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    prompt_blocks: int = 0
+    running: int = 0
+    used_at: float = 0.0
+    expires_at: float = 0.0
+    """Of a wish."""
+    origin: Any = None
+    """Whatever the engine needs to make a request for this context again."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    key: SessionKey
+    parent: SessionKey | None = None
+    contexts: list[Context] = field(default_factory=list)
+    """The one heard of last comes last."""
+    retained_until: float = 0.0
+    retained_at: float = 0.0
+    demoted: bool = False
+    expected_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """All contexts, worst first, and the place of each by its number."""
+
+    ascending: list[int]
+    place: dict[int, int]
+    made_at: float
+
+    def best(self, numbers: int | set[int]) -> int:
+        """Which of some contexts ranks highest."""
+        return numbers if isinstance(numbers, int) else max(numbers, key=self.place.__getitem__)
+
+
+class Book:
+    """Sessions and their claims. ``block_tokens``: tokens of one hash; ``pool_blocks``: size of the device pool.
+
+    Beginning and finishing a request cost what is new in it; a ranking costs O(contexts · log contexts).
+    """
+
+    def __init__(self, block_tokens: int, pool_blocks: int) -> None:
+        self.block_tokens = block_tokens
+        self._pool_blocks = pool_blocks
+        self._max_claims = 8 * pool_blocks
+        self._claims = 0
+        self._claimed: dict[Hash, int | set[int]] = {}
+        self._sessions: dict[SessionKey, Session] = {}
+        self._contexts: dict[int, Context] = {}
+        self._free_numbers: list[int] = []
+        self._waits = Waits(pauses())
+        self._ranking: Ranking | None = None
+        self.on_lost: Callable[[int], None] = lambda number: None
+        """Called with a context's number after it gave up claims."""
+
+    # ------------------------------------------------------------ what happens
+
+    def begin(
+        self,
+        key: SessionKey,
+        hashes: Sequence[Hash],
+        now: float,
+        *,
+        parent: str | None = None,
+        supersedes: bool = False,
+    ) -> Context:
+        """A request of a session with a prompt of these whole blocks. What its conversation held before and the
+        prompt has no more is given up; with ``supersedes`` the session's other idle conversations are, too."""
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key)
+        if parent and (key[0], parent) != key:
+            session.parent = (key[0], parent)
+        session.demoted = False
+        session.expected_at = 0.0
+        context = self._going_on(session, hashes) or self._new_context(session)
+        if supersedes:
+            for other in [c for c in session.contexts if c is not context and not c.running]:
+                self._forget(other)
+        self._sessions[key] = session
+        self._waits.end(context.number, now)
+        context.running += 1
+        context.prompt_blocks = len(hashes)
+        context.used_at = now
+        session.contexts.remove(context)
+        session.contexts.append(context)
+        self._set_claims(context, hashes)
+        self._make_room(context)
+        self._ranking = None
+        return context
+
+    def finish(
+        self,
+        context: Context,
+        hashes: Sequence[Hash],
+        tokens: Sequence[int],
+        now: float,
+        *,
+        last: bool = False,
+    ) -> None:
+        """A request of this context ended, with these whole blocks and tokens; ``last``: its session is over."""
+        context.running = max(0, context.running - 1)
+        context.used_at = now
+        if self._contexts.get(context.number) is not context:
+            return  # Its session was evicted meanwhile.
+        self._set_claims(context, hashes)
+        context.tokens.extend(tokens[len(context.tokens) :])
+        self._ranking = None
+        if last and context.session is not None:
+            self.end(context.session.key)
+        elif not context.running:
+            self._waits.begin(context.number, _features(context), now)
+
+    def expect(self, key: SessionKey, at: float) -> None:
+        """Somebody says when the session's next request comes."""
+        if (session := self._sessions.get(key)) is not None:
+            session.expected_at = at
+            session.demoted = False
+            self._ranking = None
+
+    def end(self, key: SessionKey, *, tree: bool = False) -> list[Hash]:
+        """The session is over (and its descendants); returns the claims that were given up, without repeats."""
+        lost: dict[Hash, None] = {}
+        for session in self.family(key) if tree else [self._sessions[key]] if key in self._sessions else []:
+            for context in list(session.contexts):
+                lost.update(dict.fromkeys(context.hashes))
+                self._forget(context)
+            self._sessions.pop(session.key, None)
+        return list(lost)
+
+    def give_up(self, key: SessionKey, hashes: Iterable[Hash]) -> None:
+        """The session no longer needs these blocks; what lies behind them in its contexts is of no use then."""
+        session = self._sessions.get(key)
+        gone = set(hashes)
+        for context in list(session.contexts) if session else []:
+            cut = next((i for i, value in enumerate(context.hashes) if value in gone), None)
+            if cut is not None:
+                self._set_claims(context, context.hashes[:cut], keep_tokens=True)
+                self._ranking = None
+
+    def claim_again(self, context: Context, hashes: Sequence[Hash]) -> None:
+        """A context claims these blocks of its tokens (again)."""
+        self._set_claims(context, hashes, keep_tokens=True)
+        self._ranking = None
+
+    def demote(self, key: SessionKey) -> None:
+        """Nobody expects the session soon: until its next request its blocks go before other sessions'."""
+        if (session := self._sessions.get(key)) is not None:
+            session.demoted = True
+            session.retained_until = session.expected_at = 0.0
+            self._ranking = None
+
+    def retain(self, key: SessionKey, until: float, now: float) -> bool:
+        """Whatever the session holds until then is reused last, within the budget. False: it is not known."""
+        session = self._sessions.get(key)
+        if session is None:
+            return False
+        session.retained_until, session.retained_at, session.demoted = until, now, False
+        self._ranking = None
+        return True
+
+    def retain_blocks(self, salt: str, hashes: Sequence[Hash], until: float, now: float) -> None:
+        """The same for certain blocks, whoever needs them."""
+        context = self._add(Context(0, None, used_at=now, expires_at=until, origin=salt))
+        self._set_claims(context, hashes)
+        self._make_room(context)
+
+    def release(self, key: SessionKey) -> None:
+        if (session := self._sessions.get(key)) is not None:
+            session.retained_until = 0.0
+            self._ranking = None
+
+    def release_blocks(self, hashes: Iterable[Hash]) -> int:
+        """Wishes for any of these blocks end; returns how many did."""
+        gone = set(hashes)
+        wishes = [c for c in self._contexts.values() if c.session is None and not gone.isdisjoint(c.hashes)]
+        for wish in wishes:
+            self._forget(wish)
+        return len(wishes)
+
+    def tick(self, now: float) -> None:
+        """Time passed: wishes end, contexts nobody was heard of from are forgotten, long waits are learned from."""
+        for context in list(self._contexts.values()):
+            idle = context.session is not None and not context.running and now - context.used_at > IDLE_S
+            if idle or (context.session is None and context.expires_at <= now):
+                self._forget(context)
+        for session in [s for s in self._sessions.values() if not s.contexts and s.retained_until <= now]:
+            del self._sessions[session.key]
+        self._waits.tick(now)
+
+    # ------------------------------------------------------------ what is known
+
+    def __len__(self) -> int:
+        """Sessions known."""
+        return len(self._sessions)
+
+    @property
+    def claims(self) -> int:
+        return self._claims
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def family(self, key: SessionKey) -> list[Session]:
+        """A session and its descendants, those that are known."""
+        children: dict[SessionKey, list[SessionKey]] = {}
+        for session in self._sessions.values():
+            if session.parent is not None:
+                children.setdefault(session.parent, []).append(session.key)
+        found: dict[SessionKey, None] = {}
+        todo = [key]
+        while todo:
+            one = todo.pop()
+            if one not in found:
+                found[one] = None
+                todo += children.get(one, ())
+        return [self._sessions[one] for one in found if one in self._sessions]
+
+    def claimed_by(self, value: Hash) -> int | set[int] | None:
+        """The contexts that need a block (one number, or several); None: nobody does."""
+        return self._claimed.get(value)
+
+    def ranking(self, now: float) -> Ranking:
+        """All contexts, worst first: by level, then by worth, then the one heard of longer ago first."""
+        if self._ranking is None or not 0 <= now - self._ranking.made_at < RANKING_S:
+            ranks = self._ranks(now)
+            ascending = sorted(ranks, key=ranks.__getitem__)
+            self._ranking = Ranking(ascending, {number: i for i, number in enumerate(ascending)}, now)
+        return self._ranking
+
+    def _ranks(self, now: float) -> dict[int, tuple[Level, float, float, int]]:
+        worths = self._waits.worths(now)
+        protected = self._protected(now)
+        ranks = {}
+        for number, context in self._contexts.items():
+            session = context.session
+            worth = float(worths[number]) if number < len(worths) else 0.0
+            level = Level.LIVE
+            if number in protected:
+                level = Level.PROTECTED
+            elif session is None or (session.demoted and not context.running):
+                level = Level.DEMOTED
+            if context.running:
+                worth = float("inf")
+            elif session is not None and session.expected_at > 0 and session.contexts[-1] is context:
+                worth = max(worth, _announced(session.expected_at - now))
+            ranks[number] = (level, worth, context.used_at, number)
+        return ranks
+
+    def _protected(self, now: float) -> set[int]:
+        """Contexts somebody wishes to retain, the latest wishes first, as far as the budget of their salt goes."""
+        wishes: dict[str, list[tuple[float, Context]]] = {}
+        for context in self._contexts.values():
+            session = context.session
+            if session is None and context.expires_at > now:
+                wishes.setdefault(str(context.origin), []).append((context.used_at, context))
+            elif session is not None and session.retained_until > now:
+                wishes.setdefault(session.key[0], []).append((session.retained_at, context))
+        found: set[int] = set()
+        for by_salt in wishes.values():
+            left = PROTECTED_SHARE * self._pool_blocks / len(wishes)
+            for _, context in sorted(by_salt, key=lambda wish: wish[0], reverse=True):
+                if len(context.hashes) <= left:
+                    left -= len(context.hashes)
+                    found.add(context.number)
+        return found
+
+    # ------------------------------------------------------------ claims
+
+    def _set_claims(self, context: Context, hashes: Sequence[Hash], *, keep_tokens: bool = False) -> None:
+        """The context claims exactly these from now on; of its tokens those stay that are still right."""
+        old = context.hashes
+        common = common_blocks(old, hashes)
+        if not keep_tokens:
+            del context.tokens[common * self.block_tokens :]
+        lost, new = old[common:], hashes[common:]
+        del old[common:]
+        old.extend(new)
+        self._claims += len(new) - len(lost)
+        for value in new:
+            self._claim(value, context.number)
+        still = set(new) if lost and new else ()
+        for value in lost:
+            if value not in still:
+                self._unclaim(value, context.number)
+        if lost:
+            self.on_lost(context.number)
+
+    def _claim(self, value: Hash, number: int) -> None:
+        found = self._claimed.get(value)
+        if found is None:
+            self._claimed[value] = number
+        elif isinstance(found, set):
+            found.add(number)
+        elif found != number:
+            self._claimed[value] = {found, number}
+
+    def _unclaim(self, value: Hash, number: int) -> None:
+        found = self._claimed.get(value)
+        if isinstance(found, set):
+            found.discard(number)
+            if len(found) == 1:
+                self._claimed[value] = found.pop()
+        elif found == number:
+            del self._claimed[value]
+
+    # ------------------------------------------------------------ contexts
+
+    def _going_on(self, session: Session, hashes: Sequence[Hash]) -> Context | None:
+        """The idle conversation that a prompt goes on with: the one it shares most with, if that is enough."""
+        best, most = None, -1
+        for context in session.contexts:
+            common = common_blocks(context.hashes, hashes)
+            if not context.running and common > most and common >= GOES_ON * context.prompt_blocks:
+                best, most = context, common
+        return best
+
+    def _new_context(self, session: Session) -> Context:
+        idle = [context for context in session.contexts if not context.running]
+        for context in idle[: max(0, len(session.contexts) + 1 - MAX_THREADS)]:
+            self._forget(context)
+        context = self._add(Context(0, session))
+        session.contexts.append(context)
+        return context
+
+    def _add(self, context: Context) -> Context:
+        context.number = self._free_numbers.pop() if self._free_numbers else len(self._contexts)
+        self._contexts[context.number] = context
+        self._ranking = None
+        return context
+
+    def _forget(self, context: Context) -> None:
+        self._set_claims(context, ())
+        self._waits.drop(context.number)
+        del self._contexts[context.number]
+        self._free_numbers.append(context.number)
+        self._ranking = None
+        if (session := context.session) is not None:
+            session.contexts.remove(context)
+            if not session.contexts and session.retained_until <= 0.0:
+                self._sessions.pop(session.key, None)
+
+    def _make_room(self, spare: Context) -> None:
+        """Memory stays bounded: who was not heard of longest is forgotten."""
+        if len(self._contexts) <= MAX_CONTEXTS and self._claims <= self._max_claims:
+            return
+        for context in sorted(self._contexts.values(), key=lambda c: c.used_at):
+            if context is spare or context.running:
+                continue
+            self._forget(context)
+            if len(self._contexts) <= MAX_CONTEXTS and self._claims <= self._max_claims:
+                return
+
+    def contexts(self) -> Iterator[Context]:
+        return iter(self._contexts.values())
+
+
+def common_blocks(one: Sequence[Hash], other: Sequence[Hash]) -> int:
+    """How many blocks two contexts share from their heads on; O(log n), as a hash stands for all before it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _features(context: Context) -> list[str]:
+    """What is known of a pause from inside: whose it is."""
+    session = context.session
+    assert session is not None
+    return ["any", "child" if session.parent else "main", f"session:{':'.join(session.key)}"]
+
+
+def _announced(seconds: float) -> float:
+    """Worth, in returns per second, of room kept for a return that was announced; long overdue ones count less."""
+    return 1.0 / max(0.1, seconds if seconds >= 0 else -2 * seconds)

@@ -1,0 +1,132 @@
+"""vLLM's queue of free blocks, with the blocks that sessions need kept apart and reused last.
+
+Blocks without content and content nobody claims stay in vLLM's own linked list, in its own order; ``Kept`` orders
+the rest. Hashes, block ids and results are untouched: only the order of reuse is different.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+
+from kvpilot.engine.book import Book
+from kvpilot.engine.kept import Kept
+
+log = logging.getLogger("vllm.kvpilot")
+
+
+class SessionFreeQueue(FreeKVCacheBlockQueue):
+    """Takes the place of ``BlockPool.free_block_queue``. ``num_free_blocks`` counts kept blocks, too."""
+
+    def __init__(self, book: Book, free: list[KVCacheBlock], clock: Callable[[], float]) -> None:
+        for block in free:
+            block.prev_free_block = block.next_free_block = None
+        super().__init__([])
+        self.append_n_plain(free)
+        self.kept: Kept[KVCacheBlock] = Kept(book)
+        self._clock = clock
+        book.on_lost = self._lost
+
+    @property
+    def plain(self) -> int:
+        """Free blocks that nobody claims."""
+        return int(self.num_free_blocks) - len(self.kept)
+
+    def append_n_plain(self, blocks: list[KVCacheBlock]) -> None:
+        super().append_n(blocks)
+
+    # ------------------------------------------------------------ vLLM's interface
+
+    def popleft(self) -> KVCacheBlock:
+        [block] = self.popleft_n(1)
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        from_kept = n - self.plain
+        if from_kept <= 0:
+            return list(super().popleft_n(n))
+        victims: list[KVCacheBlock] = []
+        try:
+            self.kept.pop(from_kept, self._clock(), victims)
+        except Exception:
+            # A request waits for these blocks: it gets them, in whatever order.
+            log.exception("kvpilot's order of reuse failed: what it kept is vLLM's again")
+            rest = self.kept.clear()
+            self.num_free_blocks -= len(victims) + len(rest)
+            super().append_n(victims + rest)
+            return list(super().popleft_n(n))
+        self.num_free_blocks -= len(victims)
+        return [*super().popleft_n(n - from_kept), *victims]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        if self.kept.discard(block.block_id):
+            self.num_free_blocks -= 1
+        else:
+            super().remove(block)
+
+    def append(self, block: KVCacheBlock) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        plain = [block for block in blocks if not self._keep(block)]
+        self.num_free_blocks += len(blocks) - len(plain)
+        super().append_n(plain)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        return [*super().get_all_free_blocks(), *self.kept.in_order(self._clock())]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """In the order of reuse, behind ``cursor`` (from the front when it is not free any more)."""
+        blocks = self.get_all_free_blocks()
+        ids = [block.block_id for block in blocks]
+        start = ids.index(cursor.block_id) + 1 if cursor is not None and cursor.block_id in ids else 0
+        return iter(blocks[start:])
+
+    # ------------------------------------------------------------ ours
+
+    def first(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks, of whatever kind, to be reused next."""
+        for block in blocks:
+            self.remove(block)
+        self.prepend_n(blocks)
+
+    def give_back(self) -> None:
+        """Keep nothing any more: all blocks are vLLM's again, in the order in which they would be reused."""
+        blocks = self.kept.in_order(self._clock())
+        self.kept.clear()
+        self.num_free_blocks -= len(blocks)
+        super().append_n(blocks)
+
+    def _keep(self, block: KVCacheBlock) -> bool:
+        value = block.block_hash
+        if value is None:
+            return False
+        return self.kept.add(block.block_id, block, get_block_hash(value), block.block_hash_num_tokens or 0)
+
+    def _lost(self, number: int) -> None:
+        nobodys = self.kept.lost(number)
+        self.num_free_blocks -= len(nobodys)
+        self.prepend_n(nobodys)
+
+
+def install(pool: BlockPool, book: Book, clock: Callable[[], float] = time.monotonic) -> SessionFreeQueue:
+    """Put a session-aware queue in the place of a pool's own. Free blocks stay free, in their order."""
+    queue = SessionFreeQueue(book, pool.free_block_queue.get_all_free_blocks(), clock)
+    pool.free_block_queue = queue
+    return queue
+
+
+def uninstall(pool: BlockPool) -> None:
+    """The pool's order is vLLM's own again."""
+    queue = pool.free_block_queue
+    if not isinstance(queue, SessionFreeQueue):
+        return
+    queue.give_back()
+    blocks = FreeKVCacheBlockQueue.get_all_free_blocks(queue)
+    for block in blocks:
+        block.prev_free_block = block.next_free_block = None
+    pool.free_block_queue = FreeKVCacheBlockQueue(blocks)

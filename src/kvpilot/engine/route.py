@@ -1,0 +1,66 @@
+"""The control route on vLLM's own server: ``POST /kvpilot/v1/engine`` takes a command, ``GET`` tells the state.
+
+Outside ``/v1``, so that nobody reaches it through kvpilot's gateway; where vLLM has an API key, it asks for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from kvpilot.engine.commands import CommandError, EngineCommand, Kind, parse_command
+from kvpilot.engine.wire import dump, load
+
+PATH = "/kvpilot/v1/engine"
+MAX_BODY = 8 * 2**20
+
+
+class ControlRoute:
+    """An ``EndpointPlugin`` of vLLM's."""
+
+    name = "kvpilot"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_api_route(PATH, self._state, methods=["GET"], include_in_schema=False)
+        app.add_api_route(PATH, self._command, methods=["POST"], include_in_schema=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        state.kvpilot_engine = engine_client
+        keys = getattr(args, "api_key", None) or []
+        state.kvpilot_keys = [key for key in ([keys] if isinstance(keys, str) else keys) if key]
+
+    async def _state(self, request: Request) -> Response:
+        return await self._answer(request, dump(EngineCommand(Kind.STATUS)))
+
+    async def _command(self, request: Request) -> Response:
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > MAX_BODY:
+                return _reply(413, dump({"error": f"a command has at most {MAX_BODY} bytes"}))
+        try:
+            parse_command(bytes(raw))
+        except CommandError as error:
+            return _reply(400, dump({"error": str(error)}))
+        return await self._answer(request, bytes(raw))
+
+    async def _answer(self, request: Request, raw: bytes) -> Response:
+        state = request.app.state
+        told = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if state.kvpilot_keys and not any(
+            hmac.compare_digest(told, key.encode()) for key in state.kvpilot_keys
+        ):
+            return _reply(401, dump({"error": "this engine asks for its API key: Authorization: Bearer …"}))
+        engine = state.kvpilot_engine
+        if engine is None:
+            return _reply(503, dump({"error": "there is no engine behind this server"}))
+        answer = bytes(await engine.engine_core.call_utility_async("kvpilot_command", raw))
+        return _reply(503 if "error" in load(answer) else 200, answer)
+
+
+def _reply(status: int, body: bytes) -> Response:
+    return Response(body, status, media_type="application/json")

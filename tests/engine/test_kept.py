@@ -1,0 +1,161 @@
+"""The order in which free blocks are reused, against a model that looks at every block each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpilot.engine.book import Book, Context, SessionKey, common_blocks
+from kvpilot.engine.kept import Kept
+
+SIZE = 4
+SESSIONS = [("", f"s{i}") for i in range(4)] + [("salt", "s0")]
+
+
+def chain(*parts: str) -> list[bytes]:
+    """Chained hashes of blocks with these contents."""
+    return ["/".join(parts[: i + 1]).encode() for i in range(len(parts))]
+
+
+@dataclass
+class Free:
+    value: bytes
+    length: int
+
+
+class Machine(RuleBasedStateMachine):
+    """Blocks come and go, sessions too. The model is the definition: of all kept blocks the victim is one whose
+    best claimant ranks lowest, and of those one that is furthest from the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Book(SIZE, pool_blocks=40)
+        self.kept: Kept[int] = Kept(self.book)
+        self.book.on_lost = self._lost
+        self.free: dict[int, Free] = {}
+        self.nobodys: list[int] = []
+        self.running: list[tuple[Context, list[bytes]]] = []
+        self.now = 100.0
+        self.next_id = 0
+
+    def _lost(self, number: int) -> None:
+        for block in self.kept.lost(number):
+            assert self.free.pop(block) is not None
+            self.nobodys.append(block)
+
+    def rank(self, block: Free) -> tuple[int, int]:
+        claimants = self.book.claimed_by(block.value)
+        assert claimants is not None
+        place = self.book.ranking(self.now).place
+        best = place[claimants] if isinstance(claimants, int) else max(place[n] for n in claimants)
+        return best, -block.length
+
+    @rule(
+        key=st.sampled_from(SESSIONS),
+        parts=st.lists(st.sampled_from("ab"), min_size=1, max_size=6),
+        supersedes=st.booleans(),
+    )
+    def begins(self, key: SessionKey, parts: list[str], supersedes: bool) -> None:
+        hashes = chain(key[0], *parts)
+        self.running.append((self.book.begin(key, hashes, self.now, supersedes=supersedes), hashes))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), more=st.lists(st.sampled_from("xy"), max_size=3), last=st.booleans())
+    def ends(self, data: st.DataObject, more: list[str], last: bool) -> None:
+        context, prompt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        parts = [*prompt[-1].decode().split("/"), *more]
+        hashes = chain(*parts)
+        self.book.finish(context, hashes, list(range(SIZE * len(hashes))), self.now, last=last)
+        for place, value in reversed(list(enumerate(hashes))):
+            self.next_id += 1
+            free = Free(value, (place + 1) * SIZE)
+            if self.kept.add(self.next_id, self.next_id, free.value, free.length):
+                self.free[self.next_id] = free
+            else:
+                assert self.book.claimed_by(value) is None
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def is_used_again(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.free)))
+        assert self.kept.discard(block)
+        del self.free[block]
+
+    @rule(count=st.integers(1, 6))
+    def room_is_needed(self, count: int) -> None:
+        for block in self.kept.pop(count, self.now):
+            found = self.free.pop(block)
+            assert all(self.rank(found) <= self.rank(other) for other in self.free.values())
+
+    @rule(seconds=st.floats(0, 50))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.book.tick(self.now)
+
+    @rule(
+        key=st.sampled_from(SESSIONS), what=st.sampled_from(["end", "demote", "retain", "release", "expect"])
+    )
+    def is_told(self, key: SessionKey, what: str) -> None:
+        if what == "end":
+            self.book.end(key, tree=True)
+        elif what == "demote":
+            self.book.demote(key)
+        elif what == "release":
+            self.book.release(key)
+        elif what == "expect":
+            self.book.expect(key, self.now + 5)
+        else:
+            self.book.retain(key, self.now + 20, self.now)
+
+    @rule(key=st.sampled_from(SESSIONS), parts=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
+    def blocks_are_given_up_or_wished_for(self, key: SessionKey, parts: list[str]) -> None:
+        hashes = chain(key[0], *parts)
+        if len(parts) % 2:
+            self.book.give_up(key, hashes[-1:])
+        else:
+            self.book.retain_blocks(key[0], hashes, self.now + 15, self.now)
+
+    @invariant()
+    def nothing_is_lost_and_nobody_elses(self) -> None:
+        assert len(self.kept) == len(self.free)
+        assert set(self.kept.in_order(self.now)) == set(self.free)
+        assert all(self.book.claimed_by(block.value) is not None for block in self.free.values())
+
+    @invariant()
+    def claims_are_what_contexts_hold(self) -> None:
+        holders: dict[bytes, set[int]] = {}
+        for context in self.book.contexts():
+            for value in context.hashes:
+                holders.setdefault(value, set()).add(context.number)
+        for value, numbers in holders.items():
+            claimed = self.book.claimed_by(value)
+            assert (claimed if isinstance(claimed, set) else {claimed}) == numbers
+        assert self.book.claims == sum(len(context.hashes) for context in self.book.contexts())
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestOrderOfReuse = Machine.TestCase
+
+
+def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None:
+    book = Book(SIZE, 40)
+    kept: Kept[str] = Kept(book)
+    system = ["sys"]
+    for name, parts in (("old", ["a", "b"]), ("new", ["c"])):
+        hashes = chain(*system, *parts)
+        context = book.begin(("", name), hashes, 0.0 if name == "old" else 1.0)
+        book.finish(context, hashes, (), 0.0 if name == "old" else 1.0)
+        for place, value in reversed(list(enumerate(hashes))):
+            if name == "old" or place:  # The shared block is there once.
+                kept.add(hash(value), value.decode(), value, (place + 1) * SIZE)
+    book.demote(("", "old"))
+    assert kept.pop(9, 2.0) == ["sys/a/b", "sys/a", "sys/c", "sys"]
+
+
+def test_common_blocks_are_found_by_the_last_that_is_equal() -> None:
+    assert common_blocks(chain("a", "b", "c"), chain("a", "b", "d")) == 2
+    assert common_blocks([], chain("a")) == 0
+    assert common_blocks(chain("a", "b"), chain("a", "b")) == 2
