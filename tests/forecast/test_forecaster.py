@@ -130,6 +130,16 @@ def test_waits_go_on_through_a_restart() -> None:
     assert known.cycle.features == again.cycle.features
 
 
+def test_a_request_that_ran_at_a_restart_is_expected_to_come_again() -> None:
+    before, after = Forecaster(), Forecaster()
+    begin(before, 100.0)
+    known = before.stored(0)
+    assert known is not None
+    after.restore(0, known)
+    assert after.forecast(0, 101.0) is not None
+    assert after.worth(0, 101.0) > 0.0
+
+
 @pytest.mark.parametrize(
     "damage",
     [

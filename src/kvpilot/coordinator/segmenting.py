@@ -35,7 +35,9 @@ class SegmentQueue:
     ``on_found`` is told when a thread's segments have changed (who stores the thread has to write it again).
     """
 
-    def __init__(self, segmenter: Segmenter, on_found: Callable[[Thread], None] = lambda thread: None) -> None:
+    def __init__(
+        self, segmenter: Segmenter, on_found: Callable[[Thread], None] = lambda thread: None
+    ) -> None:
         self._segmenter = segmenter
         self._on_found = on_found
         self._jobs: OrderedDict[str, Mapped] = OrderedDict()

@@ -19,7 +19,6 @@ from kvpilot.forecast.calibration import Intervals
 from kvpilot.forecast.curve import Forecast
 from kvpilot.forecast.features import (
     PERSON,
-    TOOL,
     Cycle,
     Pause,
     announced_features,
@@ -29,7 +28,7 @@ from kvpilot.forecast.features import (
     slowest,
 )
 from kvpilot.forecast.hazard import HazardModel
-from kvpilot.forecast.waits import Waits
+from kvpilot.forecast.waits import StoredWait, Waits
 
 
 class Rhythm(msgspec.Struct):
@@ -53,20 +52,13 @@ class Rhythm(msgspec.Struct):
     reply_tokens: int = 0
 
 
-class StoredWait(msgspec.Struct):
-    """An open wait, to be taken up after a restart; see :class:`kvpilot.forecast.waits.Open`."""
-
-    features: tuple[str, ...]
-    since: float
-    learned: int
-
-
 class StoredRhythm(msgspec.Struct):
-    """All that is known of a conversation, to be taken up after a restart."""
+    """All that is known of a conversation, to be taken up after a restart; ``aside`` as in :class:`Forecaster`."""
 
     rhythm: Rhythm
     pause: StoredWait | None = None
     cycle: StoredWait | None = None
+    aside: StoredWait | None = None
 
 
 class Forecaster:
@@ -86,6 +78,8 @@ class Forecaster:
         self.cycles = Waits(cycles or prior.cycles())
         self.intervals = intervals
         self._rhythms: dict[int, Rhythm] = {}
+        self._aside: dict[int, StoredWait] = {}
+        """What was waited for at first, where hints have told more since: learned from when the pause has ended."""
         self._running = np.zeros(64, dtype=bool)
 
     # ------------------------------------------------------------ what happens
@@ -100,6 +94,8 @@ class Forecaster:
         if rhythm is None:
             rhythm = self._rhythms[owner] = Rhythm(session)
         self.pauses.end(owner, now)
+        if (first := self._aside.pop(owner, None)) is not None:
+            self.pauses.learn_end(first, now)
         if rhythm.since is not None:
             rhythm.last_s, rhythm.since = max(0.0, now - rhythm.since), None
             if self.intervals is not None:
@@ -147,6 +143,7 @@ class Forecaster:
         rhythm.since = now
         self._set_running(owner, rhythm)
         features = pause_features(pause)
+        self._aside.pop(owner, None)
         self.pauses.begin(owner, features, now)
         wait = self.pauses.get(owner)
         if self.intervals is not None and wait is not None:
@@ -167,12 +164,10 @@ class Forecaster:
             return
         if kind is SignalKind.SUSPEND:
             self._drop(owner)
-        elif kind is SignalKind.TOOL_FINISHED:
-            self._tool_finished(owner, now)
         elif kind is SignalKind.WAITING_HUMAN:
             self._person_asked(owner, rhythm, now)
         if eta_s is not None or kind in (SignalKind.TOOL_FINISHED, SignalKind.RESUME):
-            self.pauses.cut(owner, now)
+            self._set_aside(owner)
             due = now + max(0.0, eta_s or 0.0)
             self.pauses.begin(owner, announced_features(rhythm.session, kind.value), due)
 
@@ -217,34 +212,43 @@ class Forecaster:
         if rhythm is None:
             return None
         return StoredRhythm(
-            msgspec.structs.replace(rhythm), _stored(self.pauses, owner), _stored(self.cycles, owner)
+            msgspec.structs.replace(rhythm),
+            self.pauses.stored(owner),
+            self.cycles.stored(owner),
+            self._aside.get(owner),
         )
 
     def restore(self, owner: int, known: StoredRhythm) -> None:
-        """Take up a conversation after a restart: what ran then has no end that will be heard of."""
-        self._rhythms[owner] = msgspec.structs.replace(known.rhythm, running=0)
+        """Take up a conversation after a restart: what ran then broke off, as far as anybody will hear."""
+        self._rhythms[owner] = rhythm = msgspec.structs.replace(known.rhythm, running=0)
+        if known.rhythm.running and known.cycle is not None:
+            broken = Pause(rhythm.session, child=rhythm.child, broken=True)
+            self.pauses.begin(owner, pause_features(broken), known.cycle.since)
         for waits, wait in ((self.pauses, known.pause), (self.cycles, known.cycle)):
             if wait is not None:
-                waits.resume(owner, wait.features, wait.since, wait.learned)
+                waits.resume(owner, wait)
+        if known.aside is not None:
+            self._aside[owner] = known.aside
 
     # ------------------------------------------------------------ inside
 
+    def _set_aside(self, owner: int) -> None:
+        wait = self.pauses.stored(owner)
+        if wait is not None:
+            self._aside.setdefault(owner, wait)
+
     def _drop(self, owner: int) -> None:
         self.pauses.drop(owner)
+        self._aside.pop(owner, None)
         if self.intervals is not None:
             self.intervals.end(owner, None)
-
-    def _tool_finished(self, owner: int, now: float) -> None:
-        wait = self.pauses.get(owner)
-        if wait is not None and TOOL in wait.features:
-            self.pauses.end(owner, now)
 
     def _person_asked(self, owner: int, rhythm: Rhythm, now: float) -> None:
         """Whatever the reply called, a person is waited for from now on."""
         wait = self.pauses.get(owner)
         if wait is not None and PERSON in wait.features:
             return
-        self.pauses.cut(owner, now)
+        self._set_aside(owner)
         pause = Pause(
             session=rhythm.session,
             child=rhythm.child,
@@ -264,11 +268,6 @@ class Forecaster:
             more = max(len(self._running), owner + 1 - len(self._running))
             self._running = np.concatenate((self._running, np.zeros(more, dtype=bool)))
         self._running[owner] = rhythm.running > 0
-
-
-def _stored(waits: Waits, owner: int) -> StoredWait | None:
-    wait = waits.get(owner)
-    return None if wait is None else StoredWait(wait.features, wait.since, wait.learned)
 
 
 def _padded(values: Floats, n: int) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from kvpilot.forecast.bins import BINS, EDGES, Floats, bin_of, bins_of
@@ -25,6 +26,15 @@ class Open:
         self.features = features
         self.since = since
         self.learned = 0
+
+
+class StoredWait(msgspec.Struct):
+    """A wait that nothing is foreseen of meanwhile: before a restart, or while something more is known of its end.
+    Fields as in :class:`Open`."""
+
+    features: tuple[str, ...]
+    since: float
+    learned: int
 
 
 class Waits:
@@ -58,17 +68,14 @@ class Waits:
         wait = self._open.get(owner)
         if wait is None:
             return None
-        elapsed = max(0.0, now - wait.since)
-        self.model.learn(wait.features, wait.learned, max(bin_of(elapsed), wait.learned), ended=True)
+        self.learn_end(wait, now)
         self.drop(owner)
-        return elapsed
+        return max(0.0, now - wait.since)
 
-    def cut(self, owner: int, now: float) -> None:
-        """Something else is waited for from here on: all that is learned is that it had not ended yet."""
-        wait = self._open.get(owner)
-        if wait is not None:
-            self.model.learn(wait.features, wait.learned, bin_of(now - wait.since) - 1, ended=False)
-            self.drop(owner)
+    def learn_end(self, wait: Open | StoredWait, now: float) -> None:
+        """A wait, open or set aside, has ended."""
+        last = max(bin_of(now - wait.since), wait.learned)
+        self.model.learn(wait.features, wait.learned, last, ended=True)
 
     def drop(self, owner: int) -> None:
         """The wait is over without an end to learn from."""
@@ -87,10 +94,15 @@ class Waits:
             wait.learned = max(wait.learned, last + 1)
             self._remind(owner, wait.since, milestone + 1)
 
-    def resume(self, owner: int, features: Sequence[str], since: float, learned: int) -> None:
-        """Take up a wait that was under way before a restart; ``learned`` as in :class:`Open`."""
-        self.begin(owner, features, since)
-        self._open[owner].learned = learned
+    def stored(self, owner: int) -> StoredWait | None:
+        """The open wait, for :meth:`resume` or :meth:`learn_end`."""
+        wait = self._open.get(owner)
+        return None if wait is None else StoredWait(wait.features, wait.since, wait.learned)
+
+    def resume(self, owner: int, wait: StoredWait) -> None:
+        """Take up a wait that was under way before a restart."""
+        self.begin(owner, wait.features, wait.since)
+        self._open[owner].learned = wait.learned
 
     def get(self, owner: int) -> Open | None:
         """An open wait: its curve, its features and since when it lasts."""
