@@ -151,7 +151,7 @@ async def test_what_has_another_length_than_the_engine_counted_is_not_believed()
     messages = [user("hi")]
     agent.finish(agent.start(messages), agent.count(messages) + 1)
     await settled()
-    assert (agent.held(), world.service.asker.outcomes) == ([], {"other length": 1})  # type: ignore[union-attr]
+    assert (agent.held(), world.service.awaited.asker.outcomes) == ([], {"other length": 1})  # type: ignore[union-attr]
     assert not world.service.mapper.unmapped(Space("m"))
 
 
@@ -510,8 +510,8 @@ async def test_nothing_is_asked_about_a_request_that_was_refused() -> None:
     engine.free.set()
     await settled()
     assert engine.asked == asking.AT_ONCE
-    assert world.service.asker is not None
-    assert world.service.asker.outcomes["not counted"] == 2
+    assert world.service.awaited.asker is not None
+    assert world.service.awaited.asker.outcomes["not counted"] == 2
 
 
 async def test_what_was_answered_is_not_asked_again_at_the_end() -> None:

@@ -36,12 +36,12 @@ class ServiceCollector(Collector):
         yield _counter(
             "segmented", "Prompts whose segments were found, by method.", "method", service.segments.methods
         )
-        if service.asker is not None:
+        if service.awaited.asker is not None:
             yield _counter(
                 "prompts_asked",
                 "Requests whose tokens were asked from the engine.",
                 "outcome",
-                service.asker.outcomes,
+                service.awaited.asker.outcomes,
             )
         actions = CounterMetricFamily("kvpilot_actions", "Finished actions.", labels=["kind", "status"])
         for (kind, status), count in service.actions.totals.items():

@@ -22,6 +22,7 @@ from kvpilot.domain import TokenArray
 
 log = logging.getLogger(__name__)
 
+Render = Callable[[Body], Awaitable[TokenArray]]
 SILENT = (anthropic.PATH, responses.PATH)
 """APIs without token ids: asked for at once, not only when a reply came without."""
 ASK_AFTER_S = 0.05
@@ -37,7 +38,7 @@ class Asker:
 
     def __init__(
         self,
-        render: Callable[[Body], Awaitable[TokenArray]],
+        render: Render,
         tell: Callable[[str, TokenArray | None], None],
         patience_s: float,
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from kvpilot.domain import SignalKind, ToolFacts
+from kvpilot.domain import SessionState, SignalKind, ToolFacts
 from kvpilot.forecast import Forecast, Forecaster
 from kvpilot.forecast.calibration import Intervals
 from kvpilot.forecast.forecaster import StoredRhythm
@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 OF_ALL = (SignalKind.END, SignalKind.SUSPEND)
 """Signals that are about every conversation of a session; of others one is meant."""
+
+UNFORESEEN = {SessionState.ENDED: SignalKind.END, SessionState.SUSPENDED: SignalKind.SUSPEND}
+"""States in which nobody is waited for, and who says so."""
 
 
 class Forecasts:
@@ -44,11 +47,21 @@ class Forecasts:
         )
 
     def finished(
-        self, thread: Thread, tools: Sequence[ToolFacts], tokens: int, now: float, *, broken: bool
+        self,
+        session: Session,
+        thread: Thread,
+        tools: Sequence[ToolFacts],
+        tokens: int,
+        now: float,
+        *,
+        broken: bool,
     ) -> None:
         """A request of the conversation ended with a reply of ``tokens``, or broke off."""
-        if (number := self._numbers.get(thread.owner)) is not None:
-            self.forecaster.reply(number, now, tools, tokens, broken=broken)
+        if (number := self._numbers.get(thread.owner)) is None:
+            return
+        self.forecaster.reply(number, now, tools, tokens, broken=broken)
+        if session.state in UNFORESEEN:  # said while the request ran
+            self.forecaster.signal(number, now, UNFORESEEN[session.state])
 
     def signal(self, session: Session, kind: SignalKind, eta_s: float | None, now: float) -> None:
         """A hint about the session."""

@@ -207,7 +207,7 @@ class Mapper:
             agents=reply.agents,
         )
         tokens = event.completion_token_count or len(event.message) // BYTES_PER_TOKEN
-        self.forecasts.finished(thread, reply.tools, tokens, event.at, broken=not complete)
+        self.forecasts.finished(session, thread, reply.tools, tokens, event.at, broken=not complete)
         if event.prompt_ids:
             self._read_prompt(pending, event.prompt_ids)
         if pending.prompt is None:
@@ -277,7 +277,7 @@ class Mapper:
                 started = pending.started
                 now = self._clock()
                 self.book.finish(started.session, started.thread, tools=(), asked=False, now=now)
-                self.forecasts.finished(started.thread, (), 0, now, broken=True)
+                self.forecasts.finished(started.session, started.thread, (), 0, now, broken=True)
 
     def unmapped(self, space: Space) -> bool:
         """Whether a request runs whose context nobody holds a reference to yet: its tokens are not known."""

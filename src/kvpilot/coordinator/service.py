@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvpilot.backends.base import Backend, BackendError
+from kvpilot.backends.base import Backend
 from kvpilot.context.chunks import ChunkHasher
-from kvpilot.context.conversation import Body
-from kvpilot.context.engine_render import EngineRenderError
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Deferral, Work
-from kvpilot.coordinator.asking import SILENT, Asker
+from kvpilot.coordinator.asking import Render
+from kvpilot.coordinator.awaited import AwaitedTokens
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.forecasts import Forecasts
-from kvpilot.coordinator.mapper import Mapped, Mapper, Pending
-from kvpilot.coordinator.remains import left_behind
+from kvpilot.coordinator.mapper import Mapped, Mapper
 from kvpilot.coordinator.repeats import Repeats, Reused
 from kvpilot.coordinator.segmenting import SegmentQueue
 from kvpilot.coordinator.tasks import ActionTasks
@@ -106,7 +104,7 @@ class CoordinatorService:
         segmenter: Segmenter,
         space_of: Callable[[str], Space],
         settings: ServiceSettings,
-        render: Callable[[Body], Awaitable[TokenArray]] | None = None,
+        render: Render | None = None,
         nudge: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -136,7 +134,16 @@ class CoordinatorService:
             clock=clock,
         )
         self.tasks = ActionTasks()
-        self.asker = Asker(render, self._answered, settings.request_timeout_s) if render else None
+        self.awaited = AwaitedTokens(
+            render,
+            settings.request_timeout_s,
+            mapper=self.mapper,
+            references=self.references,
+            backend=backend,
+            tasks=self.tasks,
+            take=self._mapped,
+            extended=self._known,
+        )
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
 
@@ -151,82 +158,32 @@ class CoordinatorService:
             for thread in self.book.surplus(started.session):
                 self._forget_thread(thread)
             self.on_session(started.session)
-            if event.path in SILENT:
-                self._ask(event.request_id)
+            self.awaited.started(event)
             return []
         if isinstance(event, PromptKnown):
-            self._counted(event)
+            self.awaited.told(event)
             return self._mapped(self.mapper.on_prompt(event))
         if isinstance(event, RequestFinished):
-            if event.prompt_token_count and not event.prompt_ids:
-                self._ask(event.request_id)  # an engine that does not tell them on chat completions either
-            self._counted(event)
+            self.awaited.told(event)
             lost, session = self.mapper.lost(event), self.mapper.session_of(event.request_id)
             mapped = self._mapped(self.mapper.on_finished(event))
             if session is not None:
                 self.on_session(session)  # it waits now, also where nothing of its tokens was told
-            if lost is not None and self.asker is not None and not self.asker.full:
-                lost.started.thread.awaited += 1
-                self.asker.start(self._recover(self.asker, lost))
+            self.awaited.recover(lost)
             self.tasks.settled.set()
             return mapped
         return self._signalled(event)
-
-    def _ask(self, request_id: str) -> None:
-        if self.asker is not None and (pending := self.mapper.ask(request_id)) is not None:
-            self.asker.begin(request_id, pending.path, pending.body)
-
-    def _counted(self, event: PromptKnown | RequestFinished) -> None:
-        if self.asker is not None and (event.prompt_token_count or isinstance(event, RequestFinished)):
-            self.asker.counted(event.request_id, event.prompt_token_count)
-
-    def _answered(self, request_id: str, prompt: TokenArray | None) -> None:
-        self.tasks.changed.set()
-        self._mapped(self.mapper.on_answer(request_id, prompt))
-        self.tasks.settled.set()
-
-    async def _recover(self, asker: Asker, lost: Pending) -> None:
-        """Let the thread hold what a request left that was broken off before its tokens were told."""
-        thread = lost.started.thread
-        try:
-            tokens = await asker.rendered(lost.path, lost.body)
-            if await left_behind(self.backend, self.references, thread.space, tokens):
-                self._mapped(self.mapper.on_recovered(lost, tokens))
-        except (EngineRenderError, BackendError) as error:
-            log.debug("what a broken off request left is not known: %s", error)
-        except Exception:
-            log.exception("looking for what a broken off request left failed")
-        finally:
-            thread.awaited -= 1
-            self.tasks.changed.set()
-            self.tasks.settled.set()
-
-    async def _ask_reply(self, asker: Asker, mapped: Mapped) -> None:
-        """Let the thread hold its reply, too, whose tokens nobody told."""
-        turn = mapped.thread.mapped_turn
-        try:
-            tokens = await asker.with_reply(mapped, self.backend.chunk_size)
-            if tokens is not None and mapped.thread.mapped_turn == turn:
-                self._extend(mapped, tokens)
-        except Exception:
-            log.exception("asking for a reply's tokens failed")
-        finally:
-            mapped.thread.awaited -= 1
-            self.tasks.settled.set()
 
     def _changed(self, thread: Thread) -> None:
         if (session := self.book.sessions.get(thread.session)) is not None:
             self.on_session(session)
 
-    def _extend(self, mapped: Mapped, tokens: TokenArray) -> None:
-        thread = mapped.thread
-        if thread.owner not in self.references:
-            return
-        if len(self.references.tokens(thread.owner)) == len(mapped.prompt):
-            self.references.set(thread.owner, thread.space, tokens)
-            self.residency.learn_context(thread.space, self.references.chunks(thread.owner))
-            self.on_session(mapped.session)
-            self.tasks.changed.set()
+    def _known(self, mapped: Mapped) -> None:
+        """The thread holds another context."""
+        self.on_session(mapped.session)
+        # So that the cache layer's events, which name chunks in short, are understood at once.
+        space, owner = mapped.thread.space, mapped.thread.owner
+        self.residency.learn_context(space, self.references.chunks(owner))
 
     def _mapped(self, mapped: Mapped | None) -> list[ActionRecord]:
         if mapped is None:
@@ -234,17 +191,8 @@ class CoordinatorService:
         thread = mapped.thread
         if thread.owner in self.references:  # else it was forgotten meanwhile, and stays so
             self.segments.put(mapped)
-            self.on_session(mapped.session)
-            # So that the cache layer's events, which name chunks in short, are understood at once.
-            self.residency.learn_context(thread.space, self.references.chunks(thread.owner))
-            if (
-                self.asker is not None
-                and mapped.reply
-                and mapped.output is not None
-                and not len(mapped.output)
-            ):
-                thread.awaited += 1
-                self.asker.start(self._ask_reply(self.asker, mapped))
+            self._known(mapped)
+            self.awaited.ask_reply(mapped)
         dead = list(reversed(mapped.released.chunks))
         dead += self._take_leftover(thread)
         return self._evict_dead(mapped.session, mapped.released.space, dead, "supersession")
@@ -643,8 +591,7 @@ class CoordinatorService:
     async def close(self) -> None:
         """Stop what runs; open actions stay open in the store and are taken up after a restart."""
         await self.tasks.close()
-        if self.asker is not None:
-            await self.asker.close()
+        await self.awaited.close()
 
 
 def _first(works: Sequence[Work]) -> Work:

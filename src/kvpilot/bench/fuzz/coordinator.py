@@ -88,7 +88,7 @@ class Coordinator:
     @property
     def asked(self) -> Counter[str]:
         """What came of the prompts whose tokens the engine was asked for."""
-        return self.service.asker.outcomes if self.service.asker else Counter()
+        return self.service.awaited.asker.outcomes if self.service.awaited.asker else Counter()
 
     async def start(self) -> None:
         jobs = (self.service.segments.run(), self.service.executor.watch_loop())
