@@ -190,3 +190,27 @@ def sim(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@bench.command()
+def plan(
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions there are.")] = 100_000,
+    references: Annotated[int, typer.Option(min=1, help="Chunks of all their contexts.")] = 20_000_000,
+    decisions: Annotated[int, typer.Option(min=2, help="Decisions to measure.")] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Of what the sessions do.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """How long the planner takes for a decision with very many sessions. Needs no stack."""
+    import sys
+
+    from kvpilot.bench.plan import print_table, run_bench
+    from kvpilot.replay.run import write_json
+
+    document = run_bench(
+        sessions, references, decisions, seed, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, console())

@@ -15,6 +15,9 @@ from kvpilot.forecast.hazard import HazardModel
 _MILESTONES = (18, 22, 26, 30, 34, 38, 42)
 """Bins at whose end a wait that goes on is learned from (about 10 s, 40 s, 3 min, 11 min, 43 min, 3 h, 12 h)."""
 
+_ENDS = np.append(EDGES[1:-1], np.inf)
+"""[BINS] seconds at which a bin ends; the last one does not."""
+
 
 class Open:
     """A wait under way. ``learned``: the first bin that was not learned from yet."""
@@ -48,6 +51,10 @@ class Waits:
         self.model = model
         self._since = np.zeros(64)
         self._worth = np.zeros((64, BINS))
+        self._current = np.zeros(64)
+        self._until = np.zeros(64)
+        """By owner: worth now, and until when that is so."""
+        self._now = 0.0
         self._open: dict[int, Open] = {}
         self._due: list[tuple[float, int, float, int]] = []
 
@@ -57,9 +64,12 @@ class Waits:
         while owner >= len(self._since):
             self._since = np.concatenate((self._since, np.zeros_like(self._since)))
             self._worth = np.concatenate((self._worth, np.zeros_like(self._worth)))
+            self._current = np.concatenate((self._current, np.zeros_like(self._current)))
+            self._until = np.concatenate((self._until, np.zeros_like(self._until)))
         found = curve(self.model.hazards(features))
         self._since[owner] = now
         self._worth[owner] = found.worth
+        self._until[owner] = now
         self._open[owner] = Open(found, tuple(features), now)
         self._remind(owner, now, 0)
 
@@ -80,7 +90,8 @@ class Waits:
     def drop(self, owner: int) -> None:
         """The wait is over without an end to learn from."""
         if self._open.pop(owner, None) is not None:
-            self._worth[owner] = 0.0
+            self._worth[owner] = self._current[owner] = 0.0
+            self._until[owner] = np.inf
 
     def tick(self, now: float) -> None:
         """Learn from waits that go on. Call it as time passes, O(waits that have reached a milestone)."""
@@ -109,10 +120,21 @@ class Waits:
         return self._open.get(owner)
 
     def worths(self, now: float) -> Floats:
-        """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait."""
-        elapsed = now - self._since
-        worth = self._worth[np.arange(len(elapsed)), bins_of(elapsed)]
-        return worth / (1.0 + np.maximum(-elapsed, 0.0) * worth)  # as `curve.worth_ahead`
+        """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait.
+
+        Worth is constant within a bin of :mod:`kvpilot.forecast.bins`, so only those are looked up whose bin has
+        ended, or whose wait has not begun. O(owners), a look-up each for those.
+        """
+        changed = np.flatnonzero(self._until <= now) if now >= self._now else np.arange(len(self._until))
+        self._now = now
+        if len(changed):
+            elapsed = now - self._since[changed]
+            bins = bins_of(elapsed)
+            worth = self._worth[changed, bins]
+            ahead = np.maximum(-elapsed, 0.0)
+            self._current[changed] = worth / (1.0 + ahead * worth)  # as `curve.worth_ahead`
+            self._until[changed] = np.where(ahead > 0.0, now, self._since[changed] + _ENDS[bins])
+        return self._current.copy()
 
     def _remind(self, owner: int, since: float, milestone: int) -> None:
         if milestone < len(_MILESTONES):
