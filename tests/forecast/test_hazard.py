@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from kvpilot.forecast import prior
 from kvpilot.forecast.bins import BINS, EDGES, WIDTHS, bin_of, bins_of
-from kvpilot.forecast.curve import Curve, curve
+from kvpilot.forecast.curve import Curve, Forecast, curve
 from kvpilot.forecast.features import Pause, ToolFacts, pause_features
 from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.waits import Waits
@@ -148,3 +148,21 @@ def test_sessions_come_and_go_without_pushing_out_what_they_have_in_common() -> 
     kept = model.dump()["features"]
     assert {"tool:rare", "session:499"} <= set(kept)
     assert len(kept) == 40
+
+
+def test_what_all_waits_are_worth_is_what_each_is_worth() -> None:
+    waits = Waits(HazardModel())
+    rng = np.random.default_rng(2)
+    for owner in range(20):
+        waits.begin(owner, ["any"], float(rng.uniform(-50, 50)))
+    now = 0.0
+    for step in range(40):
+        now += float(rng.exponential(5.0))
+        if step % 3 == 0:
+            waits.drop(step % 20)
+        if step % 4 == 0:
+            waits.begin(step % 20, ["any"], now + 3.0 * (step % 8 == 0))
+        for owner, worth in enumerate(waits.worths(now)[:20].tolist()):
+            wait = waits.get(owner)
+            expected = 0.0 if wait is None else Forecast(wait.curve, now - wait.since).worth
+            assert worth == pytest.approx(expected)

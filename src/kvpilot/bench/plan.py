@@ -17,9 +17,9 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from kvpilot.domain import Tier
+from kvpilot.domain import Tier, ToolFacts
 from kvpilot.forecast import prior
-from kvpilot.forecast.features import Pause, ToolFacts, pause_features
+from kvpilot.forecast.features import Pause, pause_features
 from kvpilot.forecast.waits import Waits
 from kvpilot.plan.holdings import NOTHING, Holdings
 from kvpilot.plan.placement import Move, MoveKind, TierLimits, plan

@@ -69,7 +69,7 @@ class Waits:
         found = curve(self.model.hazards(features))
         self._since[owner] = now
         self._worth[owner] = found.worth
-        self._until[owner] = now
+        self._until[owner] = -np.inf
         self._open[owner] = Open(found, tuple(features), now)
         self._remind(owner, now, 0)
 
