@@ -214,3 +214,22 @@ def plan(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@bench.command()
+def forecast(
+    conversations: Annotated[
+        int, typer.Option(min=1, max=100_000, help="How many are there at once.")
+    ] = 10_000,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+) -> None:
+    """What a forecast costs, in CPU time. Needs no stack."""
+    from kvpilot.bench.forecast import measure, print_table
+    from kvpilot.replay.run import write_json
+
+    document = measure(conversations)
+    if json_file is not None:
+        write_json(json_file, document)
+    print_table(document, console())

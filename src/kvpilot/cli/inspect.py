@@ -1,8 +1,9 @@
-"""``kvpilot sessions``, ``session`` and ``actions``: what the coordinator knows and does."""
+"""``kvpilot sessions``, ``session``, ``actions`` and ``explain``: what the coordinator knows and does."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _INSPECT = "What it knows and does"
 _TIMEOUT_S = 10.0
+_CHUNK = re.compile("[0-9A-Fa-f]{64}")
 
 UrlOption = Annotated[
     str | None,
@@ -34,6 +36,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=_INSPECT)(sessions)
     app.command(rich_help_panel=_INSPECT)(session)
     app.command(rich_help_panel=_INSPECT)(actions)
+    app.command(rich_help_panel=_INSPECT)(explain)
 
 
 def sessions(
@@ -160,6 +163,36 @@ def actions(
             a["reason"],
         )
     _print(table)
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="SESSION|CHUNK", help="A session's id, or a chunk's hash (64 hex digits)."),
+    ],
+    tenant: Annotated[
+        str | None, typer.Option(help="Where two tenants use the same session id.", show_default=False)
+    ] = None,
+    control: UrlOption = None,
+    config: ConfigOption = None,
+    state: StateOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why KV is where it is: what is waited for, when it is expected back, what its room is worth, what was
+    decided and what it lost to."""
+    from kvpilot.cli.explained import print_chunk, print_session
+
+    if _CHUNK.fullmatch(target):
+        answer = _get(control, config, state, f"/explain/chunks/{target}")
+        show = print_chunk
+    else:
+        query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
+        answer = _get(control, config, state, f"/explain/sessions/{quote(target)}{query}")
+        show = print_session
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        show(answer, _say)
 
 
 def _get(control: str | None, config: Any, state: Any, path: str) -> Any:

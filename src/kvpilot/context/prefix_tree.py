@@ -125,6 +125,10 @@ class PrefixTree:
         """In how many contexts each chunk is, 0 for unknown ones."""
         return [0 if node is None else node.refs for node in self._lookup(chunks)]
 
+    def node(self, chunk: bytes) -> Node | None:
+        """The run with this chunk; None for unknown ones."""
+        return self._lookup([chunk])[0]
+
     def resolve(self, short: int) -> bytes | None:
         """The chunk with this 64-bit name (``chunks.short_hash``), or None."""
         wanted = short.to_bytes(8, "big")

@@ -10,13 +10,14 @@ import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvpilot import __version__
 from kvpilot.backends.base import BackendError
 from kvpilot.context.chunks import HASH_BYTES, parse_hash
 from kvpilot.control.access import has_token
 from kvpilot.control.seed import Seed
+from kvpilot.coordinator.explain import Explainer
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
@@ -57,7 +58,7 @@ def _chunk_name(text: str) -> str:
 
 Id = Annotated[str, AfterValidator(_id)]
 ChunkName = Annotated[str, AfterValidator(_chunk_name)]
-ChunkHash = Annotated[str, Field(pattern=f"^[0-9A-Fa-f]{{{2 * HASH_BYTES}}}$")]
+ChunkHash = Annotated[str, StringConstraints(pattern=f"^[0-9A-Fa-f]{{{2 * HASH_BYTES}}}$")]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for the final outcome.")]
 Tenant = Annotated[Id | None, Query(description="Needed only where two tenants use the same session id.")]
 
@@ -185,6 +186,8 @@ def create_app(
             )
         return found[0]
 
+    explainer = Explainer(service, planner)
+
     def signal(session: Session, body: SignalBody) -> list[ActionRecord]:
         if body.kind is SignalKind.RETAIN and body.ttl_s is None:
             raise HTTPException(422, "retain needs ttl_s")
@@ -263,6 +266,20 @@ def create_app(
             records = [await service.actions.wait(r.id, wait) or r for r in records]
         shown = [as_json(r) for r in records]
         return shown[0] if len(shown) == 1 else {"actions": shown}
+
+    @app.get(f"{PREFIX}/explain/sessions/{{session_id:path}}", dependencies=guard)
+    async def explain_session(session_id: Id, tenant: Tenant = None) -> dict[str, Any]:
+        """Why a session's KV is where it is: what it waits for, when it is expected, what its room is worth, what
+        is going to be done and was done last."""
+        return explainer.session(find(session_id, tenant))
+
+    @app.get(f"{PREFIX}/explain/chunks/{{chunk}}", dependencies=guard)
+    async def explain_chunk(chunk: ChunkHash) -> dict[str, Any]:
+        """The same of a chunk, for all who hold it."""
+        found = explainer.chunk(bytes.fromhex(chunk))
+        if not found:
+            raise HTTPException(404, f"chunk {chunk} is in no live context and in no tier that kvpilot sees")
+        return {"spaces": found}
 
     @app.get(f"{PREFIX}/actions", dependencies=guard)
     async def actions(

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.service import CoordinatorService
 
 
@@ -62,6 +63,13 @@ class ServiceCollector(Collector):
             "tier",
             {u.tier.value: u.capacity_bytes for u in service.residency.usage},
         )
+        yield from _forecasts(service.forecasts)
+        yield _counter(
+            "demoted_chunks_in_hindsight",
+            "Chunks sent down for room, by who came back first: right = who was kept in their place.",
+            "verdict",
+            service.hindsight.chunks,
+        )
         size = service.references.size()
         sizes = {
             "owners": size.owners,
@@ -77,6 +85,29 @@ class ServiceCollector(Collector):
         yield GaugeMetricFamily(
             "kvpilot_mode_active", "1 = acts, 0 = passive.", int(service.mode == "kvpilot")
         )
+
+
+def _forecasts(forecasts: Forecasts) -> Iterator[Metric]:
+    labels = ["waits_for", "interval"]
+    ended = CounterMetricFamily(
+        "kvpilot_forecast_pauses", "Pauses that ended and had an interval stated.", labels=labels
+    )
+    inside = CounterMetricFamily(
+        "kvpilot_forecast_pauses_inside",
+        "Of these, inside it: interval is the share that is stated.",
+        labels=labels,
+    )
+    width = GaugeMetricFamily(
+        "kvpilot_forecast_interval_width",
+        "Upper end by lower end of recently stated intervals, geometric mean.",
+        labels=labels,
+    )
+    for (kind, share), held in sorted(forecasts.intervals.held.items()):
+        names = [kind, f"{share:g}"]
+        ended.add_metric(names, held.ended)
+        inside.add_metric(names, held.inside)
+        width.add_metric(names, held.width)
+    yield from (ended, inside, width)
 
 
 def _counter(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:

@@ -13,6 +13,7 @@ from kvpilot.forecast import Forecast, Forecaster
 from kvpilot.forecast.calibration import Intervals
 from kvpilot.forecast.forecaster import StoredRhythm
 from kvpilot.forecast.memory import pack, unpack
+from kvpilot.forecast.waits import Open
 from kvpilot.sessions.book import Session, Thread
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ class Forecasts:
         """When its next request comes; None while one runs and where nothing is foreseen."""
         number = self._numbers.get(owner)
         return None if number is None else self.forecaster.forecast(number, now)
+
+    def wait(self, owner: str) -> Open | None:
+        """What the conversation waits for, and since when; None where it waits for nothing."""
+        number = self._numbers.get(owner)
+        return None if number is None else self.forecaster.pauses.get(number)
 
     def soonest(self, session: Session, now: float) -> Forecast | None:
         """Of the session's conversations the one that is expected first; None while a request of any runs."""

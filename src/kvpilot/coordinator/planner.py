@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.coordinator.view import Reader
 from kvpilot.domain import ActionKind, ActionRecord, SessionState
-from kvpilot.plan import Decision, PlanSettings, plan
+from kvpilot.plan import Decision, PlanSettings, Snapshot, plan
 from kvpilot.sessions.book import Thread
 
 log = logging.getLogger(__name__)
@@ -29,12 +31,28 @@ MAX_SESSIONS = 10_000
 ORPHANS = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A decision as it was carried out. ``worth`` is what its conversation's room was worth (returns per second),
+    ``place`` its rank among those that could have gone, least worth first, and how many there were. ``runner_up`` is
+    the conversation that stayed in its place, for demotions."""
+
+    decision: Decision
+    worth: float
+    place: tuple[int, int] | None = None
+    runner_up: str | None = None
+    runner_up_worth: float | None = None
+
+
 class Planner:
+    """``taken``: the last decision about each conversation, oldest first."""
+
     def __init__(self, service: CoordinatorService, reader: Reader, settings: PlanSettings) -> None:
         self._service = service
         self._reader = reader
         self._settings = settings
         self._tried: dict[str, float] = {}
+        self.taken: dict[str, Taken] = {}
 
     async def run(self, tick_s: float) -> None:
         """Runs for ever: a plan every ``tick_s`` seconds, and soon after anything happened."""
@@ -59,18 +77,58 @@ class Planner:
         if self._service.mode != "kvpilot":
             return []
         started: list[ActionRecord] = []
-        for decision in self.decisions():
-            if decision.at <= now:
-                started += self._carry_out(decision, now)
+        snapshot = self._snapshot(now)
+        due = [d for d in plan(snapshot, self._settings) if d.at <= now] if snapshot is not None else []
+        for decision in due:
+            started += self._carry_out(decision, now)
+        if snapshot is not None and due:
+            self._note(due, snapshot, now)
         return started
 
     def decisions(self) -> list[Decision]:
         """What the plan says now, with what it foresees; empty while nobody knows what is where."""
-        now = self._service.clock()
+        snapshot = self._snapshot(self._service.clock())
+        return [] if snapshot is None else plan(snapshot, self._settings)
+
+    def places(self, now: float) -> dict[str, tuple[int, int]]:
+        """Of each conversation that could be demoted its rank among them, least worth first, and how many there
+        are; empty while nobody knows what is where."""
+        snapshot = self._snapshot(now)
+        return {} if snapshot is None else _places(self._ranked(snapshot, now))
+
+    def _snapshot(self, now: float) -> Snapshot | None:
         if self._service.residency.stale(now):
-            return []
+            return None
         recent = {owner for owner, at in self._tried.items() if now - at < REPEAT_S}
-        return plan(self._reader.snapshot(now, recent), self._settings)
+        return self._reader.snapshot(now, recent)
+
+    def _ranked(self, snapshot: Snapshot, now: float) -> list[tuple[float, str]]:
+        """Worth and name of the conversations that could be demoted, least worth first."""
+        return sorted(
+            (self._service.forecasts.worth(view.owner, now), view.owner)
+            for view in snapshot.threads
+            if view.host and not view.in_flight
+        )
+
+    def _note(self, done: Sequence[Decision], snapshot: Snapshot, now: float) -> None:
+        """Remember what was decided, and whom hindsight is to compare."""
+        ranked = self._ranked(snapshot, now)
+        places = _places(ranked)
+        gone = {d.owner for d in done if d.kind is ActionKind.DEMOTE}
+        stays = next(((worth, owner) for worth, owner in ranked if owner not in gone), None)
+        for decision in done:
+            owner = decision.owner
+            if owner is None:
+                continue
+            worth = self._service.forecasts.worth(owner, now)
+            self.taken.pop(owner, None)
+            if decision.kind is ActionKind.DEMOTE and stays is not None:
+                self._service.hindsight.demoted(owner, decision.chunks, stays[1], now)
+                self.taken[owner] = Taken(decision, worth, places.get(owner), stays[1], stays[0])
+            else:
+                self.taken[owner] = Taken(decision, worth, places.get(owner))
+        while len(self.taken) > MAX_SESSIONS:
+            del self.taken[next(iter(self.taken))]
 
     def _carry_out(self, decision: Decision, now: float) -> list[ActionRecord]:
         if decision.owner is None:
@@ -122,3 +180,7 @@ class Planner:
             kept = [s for s in sessions if s.key in self._service.book.sessions]
             for session in sorted(kept, key=lambda s: s.last_seen)[:surplus]:
                 self._service.forget(session)
+
+
+def _places(ranked: Sequence[tuple[float, str]]) -> dict[str, tuple[int, int]]:
+    return {owner: (rank, len(ranked)) for rank, (_, owner) in enumerate(ranked, 1)}

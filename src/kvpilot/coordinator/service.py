@@ -23,6 +23,7 @@ from kvpilot.coordinator.awaited import AwaitedTokens
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.forecasts import Forecasts
+from kvpilot.coordinator.hindsight import Hindsight
 from kvpilot.coordinator.mapper import Mapped, Mapper
 from kvpilot.coordinator.repeats import Repeats, Reused
 from kvpilot.coordinator.segmenting import SegmentQueue
@@ -118,6 +119,7 @@ class CoordinatorService:
         self.references = ReferenceTable(hasher)
         self.book = SessionBook()
         self.forecasts = Forecasts()
+        self.hindsight = Hindsight()
         self.mapper = Mapper(self.book, self.references, self.forecasts, space_of, clock)
         self.segments = SegmentQueue(segmenter, self._changed)
         self.resolver = Resolver(self.book, self.references, hasher, self.segments.of, settings.block_size)
@@ -158,6 +160,7 @@ class CoordinatorService:
             for thread in self.book.surplus(started.session):
                 self._forget_thread(thread)
             self.on_session(started.session)
+            self.hindsight.came(started.thread.owner, event.at)
             self.awaited.started(event)
             return []
         if isinstance(event, PromptKnown):
@@ -557,6 +560,7 @@ class CoordinatorService:
             self.references.drop(thread.owner)
         self.segments.forget(thread.owner)
         self.forecasts.forget(thread.owner)
+        self.hindsight.forget(thread.owner)
 
     # ------------------------------------------------------------ records
 

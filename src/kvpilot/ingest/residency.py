@@ -95,6 +95,11 @@ class Residency:
         """Tiers of the cache layer that hold the chunk (device blocks: :meth:`device_prefix`)."""
         return _SETS[self._lookup(space, chunk)]
 
+    def spaces_of(self, chunk: bytes) -> list[Space]:
+        """Where the cache layer holds a chunk of this name. O(corrections under way)."""
+        known = {*self._spaces, *(space for space, seen in self._seen if seen == chunk)}
+        return [space for space in known if self._lookup(space, chunk)]
+
     def count(self, space: Space, chunks: Iterable[bytes]) -> dict[Tier, int]:
         """Chunks per tier; tiers that hold none are missing."""
         counts: dict[Tier, int] = {}

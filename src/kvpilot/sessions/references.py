@@ -91,6 +91,18 @@ class ReferenceTable:
         tree = self._trees.get(space)
         return tree.holders(chunks) if tree else [0] * len(chunks)
 
+    def spaces_of(self, chunk: bytes) -> list[Space]:
+        """Where live contexts hold this chunk."""
+        return [space for space, tree in self._trees.items() if tree.node(chunk) is not None]
+
+    def owners_of(self, space: Space, chunk: bytes) -> list[str]:
+        """Who holds the chunk. O(all owners): for people who ask, not for decisions."""
+        tree = self._trees.get(space)
+        node = tree.node(chunk) if tree else None
+        if node is None:
+            return []
+        return [owner for owner, (_, tip) in self._owners.items() if any(part is node for part in tip.path())]
+
     def is_live(self, space: Space, chunk: bytes) -> bool:
         return self.holders(space, (chunk,)) != [0]
 

@@ -1,0 +1,22 @@
+"""``kvpilot bench forecast`` measures what the plan asks of forecasts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Run, kvpilot
+
+__all__ = ["kvpilot"]
+
+TARGET_US = 20.0
+
+
+def test_a_query_is_cheap(kvpilot: Run, tmp_path: Path) -> None:
+    code, out, _ = kvpilot("bench", "forecast", "--conversations", "300", "--json", str(tmp_path / "f.json"))
+    assert code == 0 and "what was learned takes" in out
+    costs = json.loads((tmp_path / "f.json").read_text())["microseconds"]
+    queries = ("forecast", "quantile", "chance within 30 s", "worth")
+    assert all(0.0 < costs[name] < 5 * TARGET_US for name in queries), (
+        "five times as much on a machine under load"
+    )
