@@ -32,7 +32,7 @@ def parse_tokens(text: msgspec.Raw | bytes) -> TokenArray | None:
 class PromptParser:
     """Parses prompts that mostly begin with the one before in their thread: only what a context grew by is read.
 
-    ``max_bytes``: JSON text remembered; the threads that were quiet for longest are forgotten first.
+    ``max_bytes``: JSON text and tokens remembered; the threads that were quiet for longest are forgotten first.
     """
 
     def __init__(self, max_bytes: int = 64 * 1024 * 1024) -> None:
@@ -43,8 +43,7 @@ class PromptParser:
 
     def parse(self, raw: bytes, thread: Hashable) -> TokenArray | None:
         """Same as :func:`parse_tokens`."""
-        head, tokens = self._seen.pop(thread, (b"", _NOTHING))
-        self._bytes -= len(head)
+        head, tokens = self._take(thread)
         # Behind a known head follows a comma, or only the closing bracket.
         if len(head) > 1 and raw.startswith(head) and raw[len(head) : len(head) + 1] in (b",", b"]"):
             if len(raw) > len(head) + 1:
@@ -57,8 +56,16 @@ class PromptParser:
         else:
             return None
         self._seen[thread] = raw[:-1], tokens
-        self._bytes += len(raw) - 1
+        self._bytes += len(raw) - 1 + tokens.nbytes
         while self._bytes > self._max_bytes:
-            _, (forgotten, _) = self._seen.popitem(last=False)
-            self._bytes -= len(forgotten)
+            self.forget(next(iter(self._seen)))
         return tokens
+
+    def forget(self, thread: Hashable) -> None:
+        """The thread has ended."""
+        self._take(thread)
+
+    def _take(self, thread: Hashable) -> tuple[bytes, TokenArray]:
+        head, tokens = self._seen.pop(thread, (b"", _NOTHING))
+        self._bytes -= len(head) + tokens.nbytes
+        return head, tokens

@@ -108,6 +108,10 @@ class Mapper:
         self._prompts = PromptParser()
         self.stats = MapperStats()
 
+    def forget(self, owner: str) -> None:
+        """A thread is over."""
+        self._prompts.forget(owner)
+
     def on_started(self, event: RequestStarted) -> Started:
         body = read_request(event.path, event.body)
         hashes, head = content_hashes(body), head_length(body)

@@ -558,6 +558,7 @@ class CoordinatorService:
     def _forget_thread(self, thread: Thread) -> None:
         if thread.owner in self.references:
             self.references.drop(thread.owner)
+        self.mapper.forget(thread.owner)
         self.segments.forget(thread.owner)
         self.forecasts.forget(thread.owner)
         self.hindsight.forget(thread.owner)
