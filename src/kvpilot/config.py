@@ -140,6 +140,12 @@ class CoordinatorConfig(Section, frozen=True):
     directory_poll_s: Seconds = 0.5
     session_idle_s: Seconds = 86400.0
     """A session unheard of for so long is forgotten (its KV is left to the cache layer's own eviction)."""
+    record: Annotated[str, Meta(pattern=r"\A[^\0]*\Z", description="the path of a folder, or empty")] = ""
+    """Folder for recordings of the traffic, without any text, that `kvpilot sim compare` reads; empty = none."""
+    record_mb: Count = 64
+    """Size of one file of a recording."""
+    record_files: Count = 20
+    """So many files are kept, the latest."""
     recheck_s: Annotated[tuple[Seconds, ...], Meta(description="a list of seconds, each more than 0")] = (
         1.0,
         3.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,16 @@ ModeOption = Annotated[
     str | None, typer.Option("--mode", help="kvpilot = act, passive = only observe.", show_default=False)
 ]
 
+RecordOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FOLDER",
+        help="Record the traffic, without any text, for `kvpilot sim compare`.",
+        show_default=False,
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=_STACK)(up)
@@ -52,6 +63,7 @@ def up(
     ] = False,
     workers: WorkersOption = None,
     mode: ModeOption = None,
+    record: RecordOption = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest context in tokens (default 17408).", show_default=False)
     ] = None,
@@ -77,7 +89,7 @@ def up(
         config,
         state,
         gateway={"port": port, "workers": workers},
-        coordinator={"port": control_port, "mode": mode},
+        coordinator={"port": control_port, "mode": mode, "record": _resolved(record)},
         engine={"model": model, "max_model_len": max_model_len, "dev": dev or None},
         lmcache={"host_gb": host_gb, "disk_gb": disk_gb},
     )
@@ -114,6 +126,7 @@ def serve(
     control_port: ControlPortOption = None,
     workers: WorkersOption = None,
     mode: ModeOption = None,
+    record: RecordOption = None,
 ) -> None:
     """Run kvpilot's gateway and coordinator for engines that are already up."""
     from kvpilot.stack.run import run_stack
@@ -122,11 +135,15 @@ def serve(
         config,
         state,
         gateway={"port": port, "workers": workers},
-        coordinator={"port": control_port, "mode": mode},
+        coordinator={"port": control_port, "mode": mode, "record": _resolved(record)},
         engine={"url": engine, "kv_events": kv_events},
         lmcache={"nodes": lmcache or None, "coordinator": lmcache_coordinator},
     )
     run_stack(settings, embedded=False)
+
+
+def _resolved(folder: Path | None) -> str | None:
+    return None if folder is None else str(folder.resolve())
 
 
 def down(config: ConfigOption = None, state: StateOption = None) -> None:

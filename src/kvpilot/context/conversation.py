@@ -141,11 +141,12 @@ class ReadReply:
 def read_reply(message: bytes) -> ReadReply:
     reply = decode_body(message)
     calls = reply.get("tool_calls")
-    tools = [_tool_facts(call) for call in (calls if isinstance(calls, list) else ())]
+    tools = [tool_facts(call) for call in (calls if isinstance(calls, list) else ())]
     return ReadReply(message_text(reply), reply_name(reply), tools)
 
 
-def _tool_facts(call: Any) -> ToolFacts:
+def tool_facts(call: Any) -> ToolFacts:
+    """What one of a message's ``tool_calls`` tells of how long it may take."""
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     name, raw = function.get("name"), function.get("arguments")

@@ -70,6 +70,9 @@ class ServiceCollector(Collector):
             "verdict",
             service.hindsight.chunks,
         )
+        if service.recorder is not None:
+            lines = {"recorded": service.recorder.lines, "dropped": service.recorder.dropped}
+            yield _counter("recording_lines", "Lines of the recording of the traffic.", "outcome", lines)
         size = service.references.size()
         sizes = {
             "owners": size.owners,

@@ -187,10 +187,9 @@ class Mapper:
             return None
         return self._move(pending, prompt, None, b"")
 
-    def session_of(self, request_id: str) -> Session | None:
-        """Whose request it is, while it runs."""
-        pending = self._pending.get(request_id)
-        return None if pending is None else pending.started.session
+    def running(self, request_id: str) -> Pending | None:
+        """The request, while it runs."""
+        return self._pending.get(request_id)
 
     def on_finished(self, event: RequestFinished) -> Mapped | None:
         pending = self._pending.pop(event.request_id, None)

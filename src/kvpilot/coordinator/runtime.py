@@ -20,6 +20,7 @@ from kvpilot.control.metrics import metrics_text
 from kvpilot.control.seed import Seed
 from kvpilot.control.store import FLUSH_S, Store
 from kvpilot.coordinator.planner import Planner
+from kvpilot.coordinator.recorder import Recorder
 from kvpilot.coordinator.server import LinkServer
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
 from kvpilot.coordinator.view import Reader
@@ -78,6 +79,13 @@ class Runtime:
             event_socket(config), command_endpoint(config), self._on_event, self.service.command
         )
         self.seed = Seed(self.service, config.tenants, config.coordinator.token)
+        if config.coordinator.record:
+            self.service.recorder = Recorder(
+                Path(config.coordinator.record),
+                config.lmcache.chunk_size,
+                config.coordinator.record_mb * 1_000_000,
+                config.coordinator.record_files,
+            )
         reader = Reader(self.service)
         self.planner = Planner(self.service, reader, PlanSettings())
         self.app: FastAPI = create_app(
@@ -124,7 +132,9 @@ class Runtime:
 
     def jobs(self) -> list[Callable[[], Awaitable[Any]]]:
         """Coroutines that run for ever; one that ends is a fault."""
+        recorder = self.service.recorder
         return [
+            *([recorder.run] if recorder is not None else []),
             self.link.run,
             self.service.segments.run,
             self.service.executor.watch_loop,
@@ -170,6 +180,8 @@ class Runtime:
         await self.poller.close()
         await self.store.flush(self.service.references, self.service.forecasts.stored)
         await self._remember()
+        if self.service.recorder is not None:
+            await self.service.recorder.flush()
         await self.renderer.close()
         await self.backend.close()
         self.store.close()

@@ -25,6 +25,7 @@ from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.hindsight import Hindsight
 from kvpilot.coordinator.mapper import Mapped, Mapper
+from kvpilot.coordinator.recorder import Recorder
 from kvpilot.coordinator.repeats import Repeats, Reused
 from kvpilot.coordinator.segmenting import SegmentQueue
 from kvpilot.coordinator.tasks import ActionTasks
@@ -146,6 +147,7 @@ class CoordinatorService:
             take=self._mapped,
             extended=self._known,
         )
+        self.recorder: Recorder | None = None
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
 
@@ -168,10 +170,13 @@ class CoordinatorService:
             return self._mapped(self.mapper.on_prompt(event))
         if isinstance(event, RequestFinished):
             self.awaited.told(event)
-            lost, session = self.mapper.lost(event), self.mapper.session_of(event.request_id)
+            lost, ended = self.mapper.lost(event), self.mapper.running(event.request_id)
             mapped = self._mapped(self.mapper.on_finished(event))
-            if session is not None:
-                self.on_session(session)  # it waits now, also where nothing of its tokens was told
+            if ended is not None:
+                # It waits now, also where nothing of its tokens was told.
+                self.on_session(ended.started.session)
+                if self.recorder is not None:
+                    self.recorder.call(ended, event)
             self.awaited.recover(lost)
             self.tasks.settled.set()
             return mapped
@@ -205,6 +210,8 @@ class CoordinatorService:
         if session is None:
             return []
         self.on_session(session)
+        if self.recorder is not None:
+            self.recorder.signal(session, event)
         kind = SIGNAL_ACTIONS.get(event.kind)
         if kind is None:
             return []
@@ -562,6 +569,8 @@ class CoordinatorService:
         self.segments.forget(thread.owner)
         self.forecasts.forget(thread.owner)
         self.hindsight.forget(thread.owner)
+        if self.recorder is not None:
+            self.recorder.forget(thread.owner)
 
     # ------------------------------------------------------------ records
 

@@ -10,6 +10,7 @@ from kvpilot.traces.blocks import read_kv_cache_tester, read_mooncake
 from kvpilot.traces.errors import TraceError
 from kvpilot.traces.lines import open_binary
 from kvpilot.traces.model import TraceSession
+from kvpilot.traces.recorded import read_recorded
 from kvpilot.traces.sessions import read_sessions
 from kvpilot.traces.text import CountTokens, estimate_tokens, read_miniswe, read_tau_bench
 
@@ -77,8 +78,11 @@ def read_trace(path: Path, count: CountTokens = estimate_tokens) -> Iterator[Tra
         return read_mooncake(path)
     if b'"block_size"' in first:
         return read_kv_cache_tester(path)
+    if b'"kvpilot_recording"' in first:
+        return read_recorded(path)
     if b'"agents"' in head or b'"calls"' in head:
         return read_sessions(path)
     raise TraceError(
-        f"{path}: not a trace kvpilot knows (sessions, kv-cache-tester, mooncake, miniswe, tau-bench)"
+        f"{path}: not a trace kvpilot knows"
+        " (its own recordings, sessions, kv-cache-tester, mooncake, miniswe, tau-bench)"
     )
