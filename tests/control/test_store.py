@@ -85,6 +85,19 @@ async def test_sessions_references_and_identity_survive(store: Store) -> None:
     after.service.references.check_integrity()
 
 
+async def test_a_guessed_parent_stays_a_guess(store: Store) -> None:
+    world = World()
+    attach(world, store)
+    call = {"function": {"name": "Task", "arguments": "{}"}}
+    world.turn([SYSTEM, user("a")], "main", reply={"role": "assistant", "tool_calls": [call]})
+    world.turn([{"role": "system", "content": "rules of another agent"}, user("b")], "sub")
+    world.turn([SYSTEM, user("c")], "named", parent="main")
+    await store.flush(world.service.references)
+    after = reload(store, world).service.book
+    guessed = {s.id: s.parent_guessed for s in after.sessions.values() if s.parent == ("default", "main")}
+    assert guessed == {"sub": True, "named": False}
+
+
 async def test_segments_found_after_the_session_was_written_survive(store: Store) -> None:
     world = World()
     attach(world, store)

@@ -390,3 +390,15 @@ def test_a_guessed_child_does_not_end_with_its_parent() -> None:
     child = talk.ask(say("system", "helper"), say("user", "do"))
     assert child.session.parent == main.session.key
     assert talk.book.tree(main.session, named=True) == [main.session]
+
+
+def test_an_agent_whose_id_names_no_parent_has_the_one_that_called_it_until_it_names_another() -> None:
+    talk = Talk()
+    talk.turn(SYSTEM, say("user", "a"), session="main", tools=("Task",), agents=1)
+    child = talk.turn(say("system", "sub rules"), say("user", "task"), session="sub").session
+    assert (child.parent, child.parent_guessed) == (("t", "main"), True)
+    talk.turn(say("system", "sub rules"), say("user", "task"), session="sub", parent="other")
+    assert (child.parent, child.parent_guessed) == (("t", "other"), False)
+    main, other = talk.book.get("t", "main"), talk.book.get("t", "other")
+    assert main is not None and main.children == set()
+    assert other is not None and other.children == {("t", "sub")}

@@ -73,6 +73,7 @@ class SessionRow(msgspec.Struct):
     last_seen: float
     turns: int
     threads: list[ThreadRow]
+    parent_guessed: bool = False
 
 
 T = TypeVar("T")
@@ -321,6 +322,7 @@ def _row(session: Session, references: ReferenceTable, rhythm_of: RhythmOf) -> S
         key=session.key,
         explicit=session.explicit,
         parent=session.parent,
+        parent_guessed=session.parent_guessed,
         state=session.state,
         since=session.since,
         waiting_for=session.waiting_for,
@@ -339,6 +341,7 @@ def _session(row: SessionRow) -> Session:
         key=row.key,
         explicit=row.explicit,
         parent=row.parent,
+        parent_guessed=row.parent_guessed,
         state=state,
         since=row.since,
         waiting_for=row.waiting_for,

@@ -155,6 +155,8 @@ class SessionBook:
         if ref.id is not None and not self._is_label((tenant, ref.id), ref.parent, points, head):
             session = self._session((tenant, ref.id), explicit=True, now=now)
             self._link(session, ref.parent, now)
+            if not session.turns and session.parent is None:
+                self._adopt(session, self._kinship.born(session.key, space, _head(hashes, head), now))
             thread, change = self._thread_in(session, space, hashes, head, points)
         else:
             thread, change = self._content.find(space, points, head, opening, said, whole=whole, now=now)
@@ -296,12 +298,15 @@ class SessionBook:
         return session
 
     def _link(self, session: Session, parent: str | None, now: float) -> None:
-        if parent is None or parent == session.id or session.parent is not None:
+        named_before = session.parent is not None and not session.parent_guessed
+        if parent is None or parent == session.id or named_before:
             return
         key = (session.tenant, parent)
         if any(key == s.key for s in self.tree(session)):
             return  # a cycle in what clients say; the first link wins
-        session.parent = key
+        if session.parent in self.sessions:
+            self.sessions[session.parent].children.discard(session.key)
+        session.parent, session.parent_guessed = key, False
         named = self._session(key, explicit=True, now=now)
         if not named.turns:
             named.state = SessionState.WAITING_HUMAN  # known by name only: nothing of it runs
@@ -352,7 +357,7 @@ class SessionBook:
         self._owners.pop(thread.owner, None)
 
     def _adopt(self, child: Session, parent: SessionKey | None) -> None:
-        """Make ``parent`` the parent that a session without ids was found to have."""
+        """Make ``parent`` the parent that a session was found to have, whose own it does not name."""
         if parent is None or child.parent is not None or parent not in self.sessions:
             return
         if all(parent != session.key for session in self.tree(child)):
