@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvpilot.config import Config, load_config
 from kvpilot.stack import StackError
@@ -19,6 +20,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 ENGINE_TEST_TIMEOUT_S = 420
 """A test that is the first to ask for the stack waits for vLLM to start, minutes on a busy machine."""
+
+# How long an example takes tells how busy the machine is.
+settings.register_profile("kvpilot", deadline=None)
+settings.load_profile("kvpilot")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.context.anthropic import chat_messages
@@ -179,7 +179,6 @@ json_values = st.recursive(
 FIELDS = ("messages", "system", "tools", "thinking", "output_config", "input", "instructions", "reasoning")
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["/v1/messages", "/v1/responses"]), st.dictionaries(st.sampled_from(FIELDS), json_values)
 )

@@ -66,7 +66,7 @@ def segment(
 
 
 @given(agent_turns(), st.sampled_from(["byte-level", "sentencepiece"]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_plain_chatml_messages_are_exact(messages: list[dict[str, Any]], kind: str) -> None:
     chat = model(SMOLLM, kind)
     body = {"messages": messages}
@@ -81,7 +81,7 @@ def test_plain_chatml_messages_are_exact(messages: list[dict[str, Any]], kind: s
 
 
 @given(agent_turns(), tool_lists())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_thinking_tool_using_agents_are_exact(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> None:
@@ -101,7 +101,7 @@ def test_thinking_tool_using_agents_are_exact(
 
 
 @given(agent_turns(), tool_lists(), st.sampled_from([SMOLLM, QWEN, LLAMA, HERMES]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_searching_without_the_template_still_tiles(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
 ) -> None:
@@ -121,7 +121,7 @@ def test_searching_without_the_template_still_tiles(
 
 
 @given(agent_turns(), tool_lists(), st.integers(1, 12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_going_on_from_an_earlier_map_gives_the_map_made_anew(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], cut: int
 ) -> None:

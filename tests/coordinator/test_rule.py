@@ -55,6 +55,6 @@ async def play(plays: list[Step]) -> None:
 
 
 @given(steps)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_exactly_what_no_live_session_holds_is_evicted(plays: list[Step]) -> None:
     asyncio.run(play(plays))

@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
         assert self.book.claims == sum(len(context.hashes) for context in self.book.contexts())
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestOrderOfReuse = Machine.TestCase
 
 

@@ -94,7 +94,7 @@ def test_memory_is_bounded_and_the_oldest_feature_goes() -> None:
 
 
 @given(hazards)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_worth_is_the_best_rate_over_all_times_to_give_up(values: np.ndarray) -> None:
     found = curve(values)
     survival = 1.0 - found.cdf
@@ -107,7 +107,6 @@ def test_worth_is_the_best_rate_over_all_times_to_give_up(values: np.ndarray) ->
 
 
 @given(hazards, st.floats(0, 1000), st.floats(0.05, 0.95))
-@settings(deadline=None)
 def test_quantiles_are_times_and_grow(values: np.ndarray, elapsed: float, q: float) -> None:
     found = curve(values)
     assert 0.0 <= found.quantile(elapsed, q) <= found.quantile(elapsed, min(0.99, q + 0.04)) + 1e-6

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.gateway.editing import Edited, edit_context
@@ -250,7 +250,6 @@ async def test_a_short_request_is_not_even_counted() -> None:
     assert (await edit(history(5), {"type": USES}, count=never)).applied == []
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8), st.integers(0, 9), st.sets(st.sampled_from(["a", "b", "c"])), st.booleans())
 async def test_clearing_takes_nothing_but_old_results(
     steps: int, keep: int, excluded: set[str], thinking: bool

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import uvloop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.event_ring import Room, share
@@ -70,7 +70,6 @@ class _Answers:
     st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.booleans()), max_size=12),
     st.lists(st.integers(1, 97), min_size=1),
 )
-@settings(deadline=None)
 def test_frames_are_the_same_however_their_bytes_are_cut(
     frames: list[tuple[bytes, bool]], cuts: list[int]
 ) -> None:

@@ -47,7 +47,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(steps, max_size=25), names, names, contexts)
 def test_prefix_is_what_a_prefix_cache_would_hit(
     history: list[tuple], salt: str, adapter: str, question: list[int]

@@ -100,7 +100,7 @@ def readable(holdings: Holdings) -> bool:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_running_stays_and_nothing_is_exceeded(world: World) -> None:
     holdings = world.holdings
     before = holdings.here[:, : holdings.runs].copy()
@@ -116,7 +116,7 @@ def test_what_is_running_stays_and_nothing_is_exceeded(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_chunk_is_kept_without_its_predecessor(world: World) -> None:
     for _ in range(3):
         world.carry_out(world.plan())
@@ -125,7 +125,7 @@ def test_no_chunk_is_kept_without_its_predecessor(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_makes_way_for_what_is_worth_less(world: World) -> None:
     moves = world.plan()
     loads = [move for move in moves if move.kind is MoveKind.LOAD]
@@ -137,7 +137,7 @@ def test_nothing_makes_way_for_what_is_worth_less(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_plans_come_to_rest(world: World) -> None:
     world.holdings.busy[:] = False
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_plans_come_to_rest(world: World) -> None:
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_state_gives_the_same_plan_whatever_contexts_are_called(
     world: World, random: object
 ) -> None:

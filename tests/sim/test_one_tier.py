@@ -22,7 +22,7 @@ policies = st.sampled_from([name for name in POLICIES if name != BELADY])
 
 
 @given(policy=policies, scenario=scenarios(), capacity=st.integers(1, 30), hints=some_hints)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_policy_stays_within_capacity_and_the_optimum(
     policy: str, scenario: Scenario, capacity: int, hints: Hints
 ) -> None:
@@ -35,7 +35,7 @@ def test_a_policy_stays_within_capacity_and_the_optimum(
 
 
 @given(policy=policies, scenario=scenarios(), hints=some_hints)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_where_everything_fits_everything_reusable_hits(
     policy: str, scenario: Scenario, hints: Hints
 ) -> None:
@@ -44,7 +44,7 @@ def test_where_everything_fits_everything_reusable_hits(
 
 
 @given(scenario=scenarios())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_capacity_never_lowers_the_optimum(scenario: Scenario) -> None:
     rates = [
         belady(scenario.workload, scenario.calls, scenario.next_uses, capacity).hits.sum()
@@ -79,7 +79,7 @@ class _Contrary(ContextPolicy):
 
 
 @given(laid=overlays(), capacity=st.integers(1, 30), hints=some_hints)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_a_running_request_uses_stays(laid: Overlay, capacity: int, hints: Hints) -> None:
     scenario = Scenario(laid, Pin.CALL)
     run_contexts(scenario, LeafLru, capacity, hints, observe=_Watch(scenario))
@@ -87,7 +87,7 @@ def test_what_a_running_request_uses_stays(laid: Overlay, capacity: int, hints: 
 
 
 @given(policy=policies, laid=overlays(), capacity=st.integers(1, 30), hints=some_hints)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_names_of_sessions_mean_nothing(policy: str, laid: Overlay, capacity: int, hints: Hints) -> None:
     renamed = msgspec.structs.replace(
         laid,
@@ -102,7 +102,7 @@ def test_names_of_sessions_mean_nothing(policy: str, laid: Overlay, capacity: in
 
 
 @given(policy=policies, laid=overlays(), capacity=st.integers(1, 30), hints=some_hints)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_same_run_ends_the_same(policy: str, laid: Overlay, capacity: int, hints: Hints) -> None:
     first, second = (POLICIES[policy].run(Scenario(laid), capacity, hints) for _ in range(2))
     assert (first.hits == second.hits).all()

@@ -76,7 +76,7 @@ def test_an_agent_does_not_call_before_it_has_its_reply() -> None:
 
 
 @given(scenario=scenarios(), device=st.integers(1, 20), profile=st.sampled_from([*PROFILES.values(), SIMPLE]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_tier_holds_more_than_it_can(scenario: Scenario, device: int, profile: Hardware) -> None:
     outcome = lru(scenario, device, profile)
     for tier, most in capacities(profile, device).items():

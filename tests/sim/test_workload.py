@@ -17,7 +17,7 @@ def _tokens(hidden: TraceAgent, messages: tuple[TraceMessage, ...]) -> list[tupl
 
 
 @given(laid=overlays())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_equal_prefixes_and_nothing_else_are_the_same_chunks(laid: Overlay) -> None:
     workload = compile_workload(laid)
     contexts = []
