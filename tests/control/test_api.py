@@ -15,7 +15,6 @@ from kvpilot.control.metrics import metrics_text
 from kvpilot.control.seed import Seed
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.view import Reader
-from kvpilot.plan import PlanSettings
 from kvpilot.sessions.book import Session
 
 BASE = "/kvpilot/v1"
@@ -25,7 +24,7 @@ CONTEXT = [SYSTEM, {"role": "user", "content": " ".join(f"w{i}" for i in range(2
 
 def client_of(world: World, token: str = "", seed: Seed | None = None) -> TestClient:
     reader = Reader(world.service)
-    planner = Planner(world.service, reader, PlanSettings())
+    planner = Planner(world.service)
     app = create_app(world.service, planner, reader, lambda: metrics_text(world.service), token, seed)
     return TestClient(app)
 

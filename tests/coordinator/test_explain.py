@@ -15,7 +15,6 @@ from kvpilot.control.metrics import metrics_text
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.view import Reader
 from kvpilot.domain import SignalKind
-from kvpilot.plan import PlanSettings
 from tests.coordinator.world import SYSTEM, World, user
 
 BASE = "/kvpilot/v1"
@@ -32,7 +31,7 @@ class Asked:
     def __init__(self) -> None:
         self.world = World(recheck_s=())
         reader = Reader(self.world.service)
-        self.planner = Planner(self.world.service, reader, PlanSettings())
+        self.planner = Planner(self.world.service)
         app = create_app(
             self.world.service, self.planner, reader, lambda: metrics_text(self.world.service), ""
         )

@@ -6,9 +6,7 @@ import pytest
 
 from kvpilot.coordinator import executor
 from kvpilot.coordinator.planner import ENDED_KEPT_S, Planner
-from kvpilot.coordinator.view import Reader
-from kvpilot.domain import ActionKind, OutcomeStatus, SignalKind, Space, Tier
-from kvpilot.plan import PlanSettings
+from kvpilot.domain import ActionKind, ActionRecord, OutcomeStatus, Retention, SignalKind, Space, Tier
 from tests.coordinator.world import World, text_tokens
 
 SPACE = Space("m")
@@ -32,7 +30,7 @@ def world() -> World:
 
 @pytest.fixture
 def planner(world: World) -> Planner:
-    return Planner(world.service, Reader(world.service), PlanSettings())
+    return Planner(world.service)
 
 
 def host_chunks(world: World, messages: list[dict[str, str]]) -> int:
@@ -83,6 +81,78 @@ async def test_pressure_sends_down_who_returns_last_tail_first(world: World, pla
     assert left == sorted(left, reverse=True), "the tail goes first"
     assert 0 < sum(left) < len(left)
     assert all(Tier.DISK in world.layer.tiers(SPACE, c) for c in world.chunks(b))
+
+
+def shares(world: World, chunks: int, filled: float) -> None:
+    """Host memory in which so many chunks take that share."""
+    world.layer.capacity = int(chunks * 1000 / filled)
+
+
+def of_session(records: list[ActionRecord]) -> list[tuple[str, str | None]]:
+    return [(record.kind.value, record.session) for record in records]
+
+
+async def test_what_a_client_wants_kept_goes_after_its_equals_until_its_time_is_over(
+    world: World, planner: Planner
+) -> None:
+    for name in "abcd":
+        wish = Retention(ttl_s=1000.0) if name == "a" else None
+        world.turn(context(name), name.upper(), retention=wish)
+    world.now += 600.0
+    shares(world, 4 * len(world.chunks(context("a"))), 0.8)
+    await world.observe()
+    assert ("demote", "A") not in of_session(planner.tick())
+    world.now += 600.0
+    for name in "bcd":
+        world.turn(context(name), name.upper())
+    world.layer.store(SPACE, text_tokens(context("a")))
+    await world.observe()
+    assert of_session(planner.tick())[0] == ("demote", "A")
+
+
+async def test_what_many_share_goes_after_what_is_theirs_alone(world: World, planner: Planner) -> None:
+    system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(40))}
+    contexts = {name: [system, *context(name)] for name in "abc"}
+    for name, messages in contexts.items():
+        world.turn(messages, name.upper())
+    world.now += 3600.0
+    shared = len(world.chunks([system])) - 1
+    shares(world, shared + 3 * len(world.chunks(context("a"))), 1.0)
+    await world.observe()
+    await world.settle(planner.tick())
+    for messages in contexts.values():
+        assert all(Tier.HOST in world.layer.tiers(SPACE, c) for c in world.chunks(messages)[:shared])
+    assert sum(host_chunks(world, messages) - shared for messages in contexts.values()) < 3 * len(
+        world.chunks(context("a"))
+    )
+
+
+async def test_who_returns_sooner_is_brought_back_when_there_is_room_for_one(
+    world: World, planner: Planner
+) -> None:
+    tool, person = context("tool"), context("person")
+    world.turn(person, "person")
+    world.turn(tool, "tool", reply=CALL)
+    for messages in (tool, person):
+        await push_out_of_host(world, messages)
+    world.layer.store(SPACE, text_tokens(context("other", 8)))
+    shares(world, len(world.chunks(tool)) + 4, 0.7)
+    world.now += 1.0
+    await world.observe()
+    await world.settle(planner.tick())
+    assert host_chunks(world, tool) == len(world.chunks(tool))
+    assert host_chunks(world, person) <= 4, "what room was left"
+
+
+async def test_a_running_request_keeps_its_context_whatever_the_pressure(
+    world: World, planner: Planner
+) -> None:
+    a = context("a")
+    world.turn(a, "A")
+    world.start([*a, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "more"}], "A")
+    shares(world, len(world.chunks(a)), 1.0)
+    await world.observe()
+    assert planner.tick() == []
 
 
 async def test_passive_mode_plans_nothing(world: World, planner: Planner) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from kvpilot.coordinator import executor
 from kvpilot.coordinator.actions import Work
-from kvpilot.coordinator.view import Reader
 from kvpilot.domain import (
     ActionKind,
     Command,
@@ -345,15 +344,18 @@ async def test_named_chunks_that_a_live_session_needs_survive() -> None:
 async def test_a_wish_to_keep_a_context_holds_for_its_time() -> None:
     world = World()
     await world.observe()
-    reader = Reader(world.service)
     wish = Retention(ttl_s=60.0, priority=7)
     world.turn([SYSTEM, user(words("a", 20))], "A", retention=wish)
     world.turn([SYSTEM, user(words("b", 20))], "B")
-    views = {view.session: view for view in reader.snapshot(world.now, set()).threads}
-    assert [(views[name].kept, views[name].priority) for name in "AB"] == [(True, 7), (False, 0)]
-    assert not any(view.kept for view in reader.snapshot(world.now + 61, set()).threads)
+
+    def kept() -> dict[str, tuple[bool, int]]:
+        return {t.session[1]: (t.keep_until > world.now, t.priority) for _, t in world.service.book.threads()}
+
+    assert kept() == {"A": (True, 7), "B": (False, 0)}
     world.service.handle(Signal(world.now, "default", SessionRef("B"), SignalKind.RETAIN, retention=wish))
-    assert all(view.kept for view in reader.snapshot(world.now, set()).threads)
+    assert kept()["B"] == (True, 7)
+    world.now += 61
+    assert kept() == {"A": (False, 7), "B": (False, 7)}
 
 
 async def test_an_expected_request_is_only_noted() -> None:

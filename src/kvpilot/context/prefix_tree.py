@@ -145,6 +145,18 @@ class PrefixTree:
         """Chunks of the context, head first."""
         return _unpack(b"".join([part.hashes for part in node.path()][::-1]))
 
+    def own_hashes(self, node: Node) -> list[bytes]:
+        """Chunks of the run alone."""
+        return _unpack(node.hashes)
+
+    def walk(self) -> Iterator[Node]:
+        """All runs, each behind the one it follows."""
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
     def tokens(self, node: Node) -> TokenArray:
         return np.concatenate([part.tokens for part in node.path()][::-1])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvpilot.coordinator.placing import Decision
 from kvpilot.coordinator.planner import Planner, Taken
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.forecast.features import kind_of
-from kvpilot.plan import Decision
 from kvpilot.sessions.book import Session, Thread
 
 HORIZONS_S = (10.0, 60.0, 600.0)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvpilot.domain import SessionState, SignalKind, ToolFacts
 from kvpilot.forecast import Forecast, Forecaster
+from kvpilot.forecast.bins import Floats
 from kvpilot.forecast.calibration import Intervals
 from kvpilot.forecast.forecaster import StoredRhythm
 from kvpilot.forecast.memory import pack, unpack
@@ -39,7 +40,7 @@ class Forecasts:
     def started(self, session: Session, thread: Thread, added_tokens: int, now: float) -> None:
         """A request of the conversation begins, with about ``added_tokens`` that are new."""
         self.forecaster.request(
-            self._number(thread.owner),
+            self.number(thread.owner),
             now,
             session=f"{session.tenant}/{session.id}",
             conversation=thread.owner,
@@ -101,6 +102,10 @@ class Forecasts:
         number = self._numbers.get(owner)
         return 0.0 if number is None else self.forecaster.worth(number, now)
 
+    def worths(self, now: float) -> Floats:
+        """``worth`` of all at once, by :meth:`number`."""
+        return self.forecaster.worths(now)
+
     # ------------------------------------------------------------ restart
 
     def stored(self, owner: str) -> StoredRhythm | None:
@@ -109,7 +114,7 @@ class Forecasts:
         return None if number is None else self.forecaster.stored(number)
 
     def restore(self, owner: str, known: StoredRhythm) -> None:
-        self.forecaster.restore(self._number(owner), known)
+        self.forecaster.restore(self.number(owner), known)
 
     def memory(self) -> object:
         """What was learned, for :meth:`remember`."""
@@ -122,9 +127,8 @@ class Forecasts:
         except ValueError as error:
             log.warning("what forecasts had learned is not readable and begins anew: %s", error)
 
-    # ------------------------------------------------------------ inside
-
-    def _number(self, owner: str) -> int:
+    def number(self, owner: str) -> int:
+        """The conversation's number in :meth:`worths`; a new one gets one."""
         found = self._numbers.get(owner)
         if found is None:
             found = self._numbers[owner] = self._free.pop() if self._free else len(self._numbers)

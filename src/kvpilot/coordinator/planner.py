@@ -9,12 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpilot.coordinator.actions import Work
+from kvpilot.coordinator.placing import Decision, Picture, PlannerSettings
 from kvpilot.coordinator.service import CoordinatorService
-from kvpilot.coordinator.view import Reader
 from kvpilot.domain import ActionKind, ActionRecord, SessionState
-from kvpilot.plan import Decision, PlanSettings, Snapshot, plan
-from kvpilot.sessions.book import Thread
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +25,8 @@ DUTY = 0.1
 """Share of the time that planning may take from everything else, however many sessions there are."""
 MAX_SESSIONS = 10_000
 """Beyond it the sessions idle for longest are forgotten before their time."""
+AHEAD_S = 1.0
+"""A prefetch is handed on so long before the disk gets to it: what waits there would only wait here."""
 ORPHANS = ""
 
 
@@ -47,10 +46,9 @@ class Taken:
 class Planner:
     """``taken``: the last decision about each conversation, oldest first."""
 
-    def __init__(self, service: CoordinatorService, reader: Reader, settings: PlanSettings) -> None:
+    def __init__(self, service: CoordinatorService, settings: PlannerSettings | None = None) -> None:
         self._service = service
-        self._reader = reader
-        self._settings = settings
+        self._settings = settings or PlannerSettings()
         self._tried: dict[str, float] = {}
         self.taken: dict[str, Taken] = {}
 
@@ -77,42 +75,40 @@ class Planner:
         if self._service.mode != "kvpilot":
             return []
         started: list[ActionRecord] = []
-        snapshot = self._snapshot(now)
-        due = [d for d in plan(snapshot, self._settings) if d.at <= now] if snapshot is not None else []
+        picture = self._picture(now)
+        due = [d for d in picture.decisions() if self._is_due(d, now)] if picture is not None else []
         for decision in due:
             started += self._carry_out(decision, now)
-        if snapshot is not None and due:
-            self._note(due, snapshot, now)
+        if picture is not None and due:
+            self._note(due, picture, now)
         return started
 
     def decisions(self) -> list[Decision]:
-        """What the plan says now, with what it foresees; empty while nobody knows what is where."""
-        snapshot = self._snapshot(self._service.clock())
-        return [] if snapshot is None else plan(snapshot, self._settings)
+        """What the plan says now; empty while nobody knows what is where."""
+        picture = self._picture(self._service.clock())
+        return [] if picture is None else picture.decisions()
 
     def places(self, now: float) -> dict[str, tuple[int, int]]:
         """Of each conversation that could be demoted its rank among them, least worth first, and how many there
         are; empty while nobody knows what is where."""
-        snapshot = self._snapshot(now)
-        return {} if snapshot is None else _places(self._ranked(snapshot, now))
+        picture = self._picture(now)
+        return {} if picture is None else _places(picture.ranked())
 
-    def _snapshot(self, now: float) -> Snapshot | None:
+    def _picture(self, now: float) -> Picture | None:
         if self._service.residency.stale(now):
             return None
         recent = {owner for owner, at in self._tried.items() if now - at < REPEAT_S}
-        return self._reader.snapshot(now, recent)
+        return Picture(self._service, now, self._settings, recent)
 
-    def _ranked(self, snapshot: Snapshot, now: float) -> list[tuple[float, str]]:
-        """Worth and name of the conversations that could be demoted, least worth first."""
-        return sorted(
-            (self._service.forecasts.worth(view.owner, now), view.owner)
-            for view in snapshot.threads
-            if view.host and not view.in_flight
-        )
+    def _is_due(self, decision: Decision, now: float) -> bool:
+        nobodys = decision.owner is None and not decision.group
+        if nobodys and now - self._tried.get(ORPHANS, 0.0) < REPEAT_S:
+            return False
+        return decision.at <= now + AHEAD_S
 
-    def _note(self, done: Sequence[Decision], snapshot: Snapshot, now: float) -> None:
+    def _note(self, done: Sequence[Decision], picture: Picture, now: float) -> None:
         """Remember what was decided, and whom hindsight is to compare."""
-        ranked = self._ranked(snapshot, now)
+        ranked = picture.ranked()
         places = _places(ranked)
         gone = {d.owner for d in done if d.kind is ActionKind.DEMOTE}
         stays = next(((worth, owner) for worth, owner in ranked if owner not in gone), None)
@@ -131,41 +127,17 @@ class Planner:
             del self.taken[next(iter(self.taken))]
 
     def _carry_out(self, decision: Decision, now: float) -> list[ActionRecord]:
-        if decision.owner is None:
-            return self._demote_orphans(decision, now)
-        thread = self._service.book.thread(decision.owner)
-        if thread is None or decision.owner not in self._service.references:
-            return []
-        self._tried[decision.owner] = now
-        tenant, session = thread.session
+        for owner in decision.group or (decision.owner or ORPHANS,):
+            self._tried[owner] = now
+        thread = self._service.book.thread(decision.owner) if decision.owner is not None else None
+        tenant, session = thread.session if thread is not None else ("", None)
         if decision.kind is ActionKind.PREFETCH:
-            work = self._loadable(thread, decision.chunks)
-            return [self._service.begin_prefetch(work, tenant, session, "plan", decision.reason)]
-        work = Work(thread.space, tuple(self._service.references.chunks(thread.owner)), thread.owner)
-        return [self._service.begin_demote(work, tenant, session, "plan", decision.chunks, decision.reason)]
-
-    def _loadable(self, thread: Thread, limit: int) -> Work:
-        """The head of the context in which at most ``limit`` chunks are missing in host memory."""
-        chunks = self._service.references.chunks(thread.owner)
-        missing = end = 0
-        for chunk in chunks:
-            missing += not self._reader.in_host(thread.space, chunk)
-            if missing > limit:
-                break
-            end += 1
-        return Work(thread.space, tuple(chunks[: max(1, end)]), thread.owner)
-
-    def _demote_orphans(self, decision: Decision, now: float) -> list[ActionRecord]:
-        if now - self._tried.get(ORPHANS, 0.0) < REPEAT_S:
-            return []
-        self._tried[ORPHANS] = now
-        left, out = decision.chunks, []
-        for space, chunks in self._reader.orphans().items():
-            work = Work(space, tuple(chunks[:left]))
-            left -= len(work.chunks)
-            if work.chunks:
-                out.append(self._service.begin_demote(work, "", None, "plan", None, decision.reason))
-        return out
+            return [self._service.begin_prefetch(decision.work, tenant, session, "plan", decision.reason)]
+        return [
+            self._service.begin_demote(
+                decision.work, tenant, session, "plan", None, decision.reason, decision.group
+            )
+        ]
 
     def _forget_old(self, now: float) -> None:
         self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}

@@ -29,7 +29,6 @@ from kvpilot.ingest.directory import DirectoryPoller
 from kvpilot.ingest.residency import Residency
 from kvpilot.ingest.vllm_events import KvEventSubscriber
 from kvpilot.link import command_endpoint, event_socket, make_runtime_dir
-from kvpilot.plan import PlanSettings
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Runtime:
                 config.coordinator.record_files,
             )
         reader = Reader(self.service)
-        self.planner = Planner(self.service, reader, PlanSettings())
+        self.planner = Planner(self.service)
         self.app: FastAPI = create_app(
             self.service,
             self.planner,

@@ -27,6 +27,15 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks that the same contexts hold, behind the run number ``above`` (-1: at the beginning)."""
+
+    space: Space
+    above: int
+    chunks: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class TableSize:
     owners: int
     nodes: int
@@ -102,6 +111,21 @@ class ReferenceTable:
         if node is None:
             return []
         return [owner for owner, (_, tip) in self._owners.items() if any(part is node for part in tip.path())]
+
+    def runs(self) -> tuple[list[Run], dict[str, int]]:
+        """All live contexts as runs, predecessors first, and by owner the number of its last run (-1: an empty
+        context). O(nodes + chunks)."""
+        runs: list[Run] = []
+        numbers: dict[int, int] = {}
+        for space, tree in self._trees.items():
+            for node in tree.walk():
+                above = -1 if node.parent is None else numbers[id(node.parent)]
+                if node.parent is None:
+                    numbers[id(node)] = -1
+                    continue
+                numbers[id(node)] = len(runs)
+                runs.append(Run(space, above, tree.own_hashes(node)))
+        return runs, {owner: numbers[id(node)] for owner, (_, node) in self._owners.items()}
 
     def is_live(self, space: Space, chunk: bytes) -> bool:
         return self.holders(space, (chunk,)) != [0]

@@ -22,7 +22,6 @@ from kvpilot.context.tokens import parse_tokens
 from kvpilot.coordinator import asking, executor
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.service import CoordinatorService, ServiceSettings
-from kvpilot.coordinator.view import Reader
 from kvpilot.domain import (
     ActionRecord,
     Command,
@@ -36,7 +35,6 @@ from kvpilot.domain import (
 )
 from kvpilot.gateway.link import GatewayLink
 from kvpilot.ingest.residency import Residency
-from kvpilot.plan import PlanSettings
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class Coordinator:
             render=_render,
             clock=lambda: self.now,
         )
-        self._planner = Planner(self.service, Reader(self.service), PlanSettings())
+        self._planner = Planner(self.service)
         self._running: dict[str, RequestStarted] = {}
         self._jobs: list[asyncio.Task[None]] = []
 
