@@ -58,9 +58,12 @@ class Picture:
         service: CoordinatorService,
         now: float,
         settings: PlannerSettings,
+        chunk_bytes: int,
         recent: Collection[str] = (),
     ) -> None:
-        """``recent``: conversations acted upon a moment ago, which are left alone."""
+        """``chunk_bytes``: of one chunk, 0 = not known yet; ``recent``: conversations acted upon a moment ago, which
+        are left alone."""
+        self._chunk_bytes = chunk_bytes
         self._service, self._now, self._settings = service, now, settings
         self._holdings = Holdings((Tier.HOST, Tier.DISK))
         self._runs, self._tips = service.references.runs()
@@ -82,7 +85,7 @@ class Picture:
     def decisions(self) -> list[Decision]:
         """In the order in which to carry them out: room first, then prefetches, soonest expected first. Empty while it
         is not known how large host memory or a chunk is."""
-        host, size = usage_of(self._service, Tier.HOST), self._chunk_bytes()
+        host, size = usage_of(self._service, Tier.HOST), self._chunk_bytes
         if host.capacity_bytes <= 0 or size <= 0:
             return []
         capacity = host.capacity_bytes // size
@@ -111,16 +114,14 @@ class Picture:
 
     def _fill_runs(self) -> None:
         residency = self._service.residency
-        on_disk_for_sure = residency.absence_is_certain(Tier.DISK)
+        sure = residency.absence_is_certain(Tier.DISK)
         for run in self._runs:
             row = self._holdings.add(run.above, len(run.chunks))
             host = residency.prefix(run.space, run.chunks, Tier.HOST)
             self._holdings.lies(row, Tier.HOST, host)
-            below = len(run.chunks)
-            if on_disk_for_sure:
-                # A chunk that is only above counts too: what is behind it can be loaded all the same.
-                tiers = (residency.tiers(run.space, chunk) for chunk in run.chunks)
-                below = next((at for at, found in enumerate(tiers) if not found), below)
+            # A chunk that is only above counts as one below too: what is behind it can be loaded all the same.
+            rest = run.chunks[host:]
+            below = host + residency.prefix(run.space, rest) if sure and rest else len(run.chunks)
             self._holdings.lies(row, Tier.DISK, below)
 
     def _add(self, session: Session, thread: Thread, recent: bool) -> None:
@@ -160,16 +161,6 @@ class Picture:
         )
         speed = self._settings.load_bytes_per_s / chunk_bytes
         return [host, TierLimits(capacity=UNBOUNDED, read_chunks_per_s=speed, managed=False)]
-
-    def _chunk_bytes(self) -> int:
-        """Bytes of one chunk, from what a tier holds; 0 while nothing is stored anywhere."""
-        residency = self._service.residency
-        for tier in (Tier.DISK, Tier.HOST):
-            held = sum(len(chunks) for _, chunks in residency.resident(tier))
-            used = usage_of(self._service, tier).used_bytes
-            if held and used:
-                return used // held
-        return 0
 
     # ------------------------------------------------------------ decisions
 
@@ -260,6 +251,16 @@ def orphans(service: CoordinatorService) -> dict[Space, list[bytes]]:
         if unheld:
             out[space] = unheld
     return out
+
+
+def chunk_bytes(service: CoordinatorService) -> int:
+    """Bytes of one chunk, from what a tier holds; 0 while nothing is stored anywhere. O(chunks known)."""
+    for tier in (Tier.DISK, Tier.HOST):
+        held = sum(len(chunks) for _, chunks in service.residency.resident(tier))
+        used = usage_of(service, tier).used_bytes
+        if held and used:
+            return used // held
+    return 0
 
 
 def usage_of(service: CoordinatorService, tier: Tier) -> TierUsage:

@@ -7,9 +7,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvpilot.coordinator.placing import Decision, Picture, PlannerSettings
+from kvpilot.coordinator.actions import Work
+from kvpilot.coordinator.placing import Decision, Picture, PlannerSettings, chunk_bytes
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.domain import ActionKind, ActionRecord, SessionState
 
@@ -27,6 +28,8 @@ MAX_SESSIONS = 10_000
 """Beyond it the sessions idle for longest are forgotten before their time."""
 AHEAD_S = 1.0
 """A prefetch is handed on so long before the disk gets to it: what waits there would only wait here."""
+MEASURE_S = 30.0
+"""How often the size of a chunk is taken from what the tiers hold."""
 ORPHANS = ""
 
 
@@ -51,6 +54,8 @@ class Planner:
         self._settings = settings or PlannerSettings()
         self._tried: dict[str, float] = {}
         self.taken: dict[str, Taken] = {}
+        self._chunk_bytes = 0
+        self._measured_at = 0.0
 
     async def run(self, tick_s: float) -> None:
         """Runs for ever: a plan every ``tick_s`` seconds, and soon after anything happened."""
@@ -98,7 +103,9 @@ class Planner:
         if self._service.residency.stale(now):
             return None
         recent = {owner for owner, at in self._tried.items() if now - at < REPEAT_S}
-        return Picture(self._service, now, self._settings, recent)
+        if not self._chunk_bytes or now - self._measured_at > MEASURE_S:
+            self._chunk_bytes, self._measured_at = chunk_bytes(self._service), now
+        return Picture(self._service, now, self._settings, self._chunk_bytes, recent)
 
     def _is_due(self, decision: Decision, now: float) -> bool:
         nobodys = decision.owner is None and not decision.group
@@ -118,6 +125,7 @@ class Planner:
                 continue
             worth = self._service.forecasts.worth(owner, now)
             self.taken.pop(owner, None)
+            decision = replace(decision, work=Work(decision.work.space, ()))  # many chunks, told nobody
             if decision.kind is ActionKind.DEMOTE and stays is not None:
                 self._service.hindsight.demoted(owner, decision.chunks, stays[1], now)
                 self.taken[owner] = Taken(decision, worth, places.get(owner), stays[1], stays[0])

@@ -108,9 +108,9 @@ class Residency:
                 counts[tier] = counts.get(tier, 0) + 1
         return counts
 
-    def prefix(self, space: Space, chunks: Iterable[bytes], tier: Tier) -> int:
-        """Leading chunks resident in ``tier``. A hole ends it: what lies behind cannot be used."""
-        bit = _BITS.get(tier, 0)
+    def prefix(self, space: Space, chunks: Iterable[bytes], tier: Tier | None = None) -> int:
+        """Leading chunks resident in ``tier`` (None: in any). A hole ends it: what lies behind cannot be used."""
+        bit = -1 if tier is None else _BITS.get(tier, 0)
         found = 0
         for chunk in chunks:
             if not self._lookup(space, chunk) & bit:
