@@ -6,7 +6,18 @@ import pytest
 
 from kvpilot.coordinator import executor
 from kvpilot.coordinator.planner import ENDED_KEPT_S, Planner
-from kvpilot.domain import ActionKind, ActionRecord, OutcomeStatus, Retention, SignalKind, Space, Tier
+from kvpilot.domain import (
+    ActionKind,
+    ActionRecord,
+    Command,
+    OutcomeStatus,
+    Retention,
+    SessionRef,
+    SignalKind,
+    Space,
+    TargetKind,
+    Tier,
+)
 from tests.coordinator.world import World, text_tokens
 
 SPACE = Space("m")
@@ -108,6 +119,25 @@ async def test_what_a_client_wants_kept_goes_after_its_equals_until_its_time_is_
     world.layer.store(SPACE, text_tokens(context("a")))
     await world.observe()
     assert of_session(planner.tick())[0] == ("demote", "A")
+
+
+async def test_what_a_client_sent_down_is_not_brought_back_before_its_next_request(
+    world: World, planner: Planner
+) -> None:
+    a = context("a")
+    world.turn(a, "A", reply=CALL)
+    chunks = tuple(chunk.hex() for chunk in world.chunks(a)[3:])
+    command = Command(ActionKind.DEMOTE, "default", "", SessionRef(), target=TargetKind.CHUNKS, chunks=chunks)
+    await world.settle(await world.service.command(command))
+    assert host_chunks(world, a) == 3
+    world.now += 5.0
+    await world.observe()
+    assert planner.tick() == []
+    b = [*a, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "go on"}]
+    world.turn(b, "A", reply=CALL, stored=False)
+    world.now += 5.0
+    await world.observe()
+    assert of_session(planner.tick()) == [("prefetch", "A")]
 
 
 async def test_what_many_share_goes_after_what_is_theirs_alone(world: World, planner: Planner) -> None:

@@ -135,10 +135,13 @@ class Picture:
         if thread.in_flight:
             holdings.begin(tip)
         tenant = self._tenants.setdefault(session.tenant, len(self._tenants))
+        stays_down = service.sent_down.get(thread.owner) == thread.turns
         busy = recent or service.tasks.busy(thread.owner)
         for row in holdings.path(tip):
             self._holders.setdefault(row, set()).add(thread.owner)
             holdings.tenant[row] = tenant
+            if stays_down:  # nothing of it to bring
+                holdings.lies(row, Tier.DISK, int(holdings.here[0, row]))
             if busy and not holdings.busy[row]:
                 holdings.busy[row] = True
                 if session.expected_at is not None and not thread.in_flight:

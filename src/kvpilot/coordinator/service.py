@@ -148,6 +148,9 @@ class CoordinatorService:
             extended=self._known,
         )
         self.recorder: Recorder | None = None
+        self.sent_down: dict[str, int] = {}
+        """By conversation, at which of its turns somebody asked for a part of it to be demoted: until its next
+        request the plan does not bring back what it would."""
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
 
@@ -385,6 +388,9 @@ class CoordinatorService:
         self, works: Sequence[Work], tenant: str, session: str | None, source: str, target: Target
     ) -> list[ActionRecord]:
         """Demote now what has settled, and of a whole session the rest when it has, with what it holds then."""
+        for work in works:
+            if (thread := self.book.thread(work.owner) if work.owner else None) is not None:
+                self.sent_down[thread.owner] = thread.turns
         late = {t.owner: t for t in target.threads if target.whole and t.unsettled}
         group = frozenset([*(work.owner for work in works if work.owner is not None), *late])
         now = [work for work in disjoint(works) if work.owner not in late]
@@ -488,6 +494,7 @@ class CoordinatorService:
             return self._final(kind, tenant, session, source, OutcomeStatus.MISSING, why)
         chunks = self.references.chunks(work.owner)
         head = Work(work.space, tuple(chunks[: chunks.index(work.chunks[-1]) + 1]), work.owner)
+        self.sent_down.pop(work.owner, None)
         there = 0
         if not self.residency.stale(self.clock()):
             there = self.residency.count(head.space, head.chunks).get(Tier.HOST, 0)
@@ -569,6 +576,7 @@ class CoordinatorService:
         self.segments.forget(thread.owner)
         self.forecasts.forget(thread.owner)
         self.hindsight.forget(thread.owner)
+        self.sent_down.pop(thread.owner, None)
         if self.recorder is not None:
             self.recorder.forget(thread.owner)
 
