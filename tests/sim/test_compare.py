@@ -62,7 +62,7 @@ def test_rows_say_what_each_policy_got(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_profile_tells_times_to_first_token(trace: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     result = compare(
         trace,
         "--profile",
@@ -75,6 +75,8 @@ def test_a_profile_tells_times_to_first_token(trace: Path, tmp_path: Path) -> No
         "references",
         "--json",
         out,
+        "--plot",
+        picture,
     )
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
@@ -84,6 +86,8 @@ def test_a_profile_tells_times_to_first_token(trace: Path, tmp_path: Path) -> No
         assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
         assert set(row["bytes_written"]) == (set() if policy == "clairvoyant" else {"device", "host", "disk"})
     assert rows[1, "clairvoyant", "none"]["ttft_mean"] < rows[1, "lru", "none"]["ttft_mean"]
+    pytest.importorskip("matplotlib")
+    assert "mean time to first token" in picture.read_text()
     assert [skip["pressure"] for skip in document["skipped"]] == [50]
 
 

@@ -55,7 +55,9 @@ def compare(
     ] = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw hit rates along pressure here (PNG, SVG).", show_default=False),
+        typer.Option(
+            "--plot", help="Draw hit rates, or times, along pressure here (PNG, SVG).", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Hit rates of cache policies side by side, and how much of the gap from LRU to the optimum they close."""
@@ -97,8 +99,6 @@ def compare(
         )
         paths = [path for name in traces for path in find_traces(name)]
         if profile is not None:
-            if plot_file is not None:
-                raise ValueError("--plot draws one tier: leave --profile out")
             document = compare_tiers.compare_tiers(
                 paths, options, compare_tiers.hardware_named(profile), tell
             )

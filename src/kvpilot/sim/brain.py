@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpilot.context.conversation import starts_agent
 from kvpilot.domain import ToolFacts
 from kvpilot.forecast import Forecaster
+from kvpilot.forecast.arrivals import Arrivals
 from kvpilot.sim.policy import ContextPolicy, Run
+from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.view import Reply, Request, SeenSignal
-from kvpilot.sim.workload import Floats, Ints
+from kvpilot.sim.workload import ROOT, Floats, Ints
 from kvpilot.traces import ToolUse
+
+NOBODY = -1e9
+"""Added to the time of the last use of what nobody is expected to use: below any worth, the oldest first."""
 
 
 class Kvpilot(ContextPolicy):
@@ -18,11 +25,15 @@ class Kvpilot(ContextPolicy):
         """``forecaster``: what is known already (default: what is packaged)."""
         super().__init__(run)
         self.forecaster = forecaster or Forecaster()
+        self.arrivals = Arrivals()
+        self._heard_of: set[int] = set()
         self._now = -1.0
         self._values: Floats | None = None
 
     def on_request(self, request: Request) -> None:
         self._now = -1.0
+        self._see(request.tip, request.at, request.head, begins=request.context not in self._heard_of)
+        self._heard_of.add(request.context)
         self.forecaster.request(
             request.context,
             request.at,
@@ -34,6 +45,7 @@ class Kvpilot(ContextPolicy):
 
     def on_end(self, request: Request, reply: Reply) -> None:
         self._now = -1.0
+        self._see(reply.tip, reply.at, 0, begins=False)
         tools = [tool_facts(call) for call in reply.message.calls]
         self.forecaster.reply(request.context, reply.at, tools, reply.message.tok)
 
@@ -43,15 +55,46 @@ class Kvpilot(ContextPolicy):
 
     def scores(self, leaves: Ints, now: float) -> Floats:
         # Returns of several holders add up; what nobody holds is below any worth.
-        return self.by_holder(leaves, self._worths(now), nobody=-1e9, join=sum)
+        return self.ranked(self.cache, leaves, now)
+
+    def ranked(self, cache: TreeCache, leaves: Ints, now: float) -> Floats:
+        """Scores of the leaves of any tier."""
+        if len(leaves) == 1:
+            return np.array([self._ranked_one(cache, int(leaves[0]), now)])
+        held = cache.joined(leaves, self.worths(now))
+        rates = self.arrivals.rates(leaves, now)
+        return np.where(held + rates > 0.0, held + rates, cache.last_used[leaves] + NOBODY)
 
     def newcomer(self, request: Request, now: float) -> float:
-        return float(self._worths(now)[request.context])
+        return float(self.worths(now)[request.context])
 
-    def _worths(self, now: float) -> Floats:
+    def worths(self, now: float) -> Floats:
+        """By conversation: returns per second that a unit of room held for it brings."""
         if self._values is None or now != self._now:
             self._values, self._now = self.forecaster.worths(now), now
         return self._values
+
+    def _ranked_one(self, cache: TreeCache, leaf: int, now: float) -> float:
+        worths, holders = self.worths(now), cache.holders.get(leaf, ())
+        worth = sum(float(worths[context]) for context in sorted(holders)) + self.arrivals.rate(leaf, now)
+        return worth if worth > 0.0 else NOBODY + float(cache.last_used[leaf])
+
+    def _see(self, tip: int, now: float, head: int, begins: bool) -> None:
+        """A context ends with ``tip`` now, whose first ``head`` chunks are system prompt and tools. O(new nodes), for
+        the first of a conversation O(its nodes)."""
+        parent, new = self.cache.parent, []
+        while tip != ROOT and not self.arrivals.knows(tip):
+            new.append(tip)
+            tip = parent[tip]
+        start = self.cache.start
+        self.arrivals.see([node for node in new if start[node] >= head], now)
+        self.arrivals.see([node for node in new if start[node] < head], now, head=True)
+        if begins:
+            known = []
+            while tip != ROOT:
+                known.append(tip)
+                tip = parent[tip]
+            self.arrivals.begin(known, now)
 
 
 def tool_facts(call: ToolUse) -> ToolFacts:

@@ -19,7 +19,7 @@ from kvpilot.sim.compare import Options, print_skipped, table_by_pressure, walk
 from kvpilot.sim.hardware import PROFILES, Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.policies import CLAIRVOYANT, LRU, TIERED
-from kvpilot.sim.tiers import TieredOutcome, alone, clairvoyant, run_tiers
+from kvpilot.sim.tiers import TieredOutcome, clairvoyant
 
 LEAST_SHARE = 0.01
 
@@ -68,12 +68,12 @@ def _rows(
     bound = clairvoyant(scenario, hardware, capacity)
     outcomes: dict[tuple[str, Hints], TieredOutcome] = {}
     for name in options.policies:
-        kind = TIERED.get(name)
-        if kind is None:
+        entry = TIERED.get(name)
+        if entry is None:
             continue
         for hints in options.hints:
-            same = outcomes.get((name, options.hints[0])) if not kind.uses_hints else None
-            outcomes[name, hints] = same or run_tiers(scenario, hardware, capacity, alone(kind), hints)
+            same = outcomes.get((name, options.hints[0])) if not entry.uses_hints else None
+            outcomes[name, hints] = same or entry.run(scenario, hardware, capacity, hints)
     lru = outcomes[LRU, options.hints[0]]
     outcomes |= dict.fromkeys(((CLAIRVOYANT, hints) for hints in options.hints), bound)
     chunk_bytes = scenario.workload.chunk_tokens * hardware.bytes_per_token

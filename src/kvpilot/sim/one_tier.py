@@ -178,6 +178,8 @@ class Tables:
         self._prompt = workload.depths(workload.prompt_tip).tolist()
         self._chunks = workload.depths(workload.context_tip).tolist()
         self._tokens = workload.prompt_tokens.tolist()
+        hidden = np.array([agent.recorded.hidden_tok for agent in workload.agents])
+        self._head = (hidden // workload.chunk_tokens)[workload.agent].tolist()
 
     def request(self, index: int, now: float, cache: TreeCache) -> Request:
         context = self._context[index]
@@ -190,6 +192,7 @@ class Tables:
             tip=self._tip[index],
             prompt=self._prompt[index],
             hit=cache.held(self._tip[index]),
+            head=self._head[index],
             tokens=self._tokens[index],
             added=self._calls[index].add,
         )

@@ -21,9 +21,12 @@ from kvpilot.sim.baselines import (
 from kvpilot.sim.belady import belady
 from kvpilot.sim.brain import Kvpilot
 from kvpilot.sim.flat import Flat, run_flat
+from kvpilot.sim.hardware import Hardware
 from kvpilot.sim.one_tier import Pin, Scenario, run_contexts
 from kvpilot.sim.outcome import Outcome
+from kvpilot.sim.planned import run_planned
 from kvpilot.sim.policy import ContextPolicy
+from kvpilot.sim.tiers import TieredOutcome, alone, run_tiers
 
 LRU, BELADY = "lru", "belady"
 """What every comparison of one tier has: the ends of the gap."""
@@ -83,15 +86,33 @@ POLICIES: dict[str, Entry] = {
 }
 """In the order of tables."""
 
-TIERED: dict[str, type[ContextPolicy]] = {
-    LRU: LeafLru,
-    "evoke": Evoke,
-    "continuum": Continuum,
-    "references": References,
-    "kvflow": StepsToExecution,
-    "kvpilot": Kvpilot,
+
+@dataclass(frozen=True, slots=True)
+class TieredEntry:
+    """``run(scenario, hardware, chunks of the device, hints)``; as :class:`Entry`."""
+
+    run: Callable[[Scenario, Hardware, int, Hints], TieredOutcome]
+    uses_hints: bool
+
+
+def _each_tier(kind: type[ContextPolicy]) -> TieredEntry:
+    """A policy of that kind in each tier, loads when a request needs them."""
+
+    def run(scenario: Scenario, hardware: Hardware, device_chunks: int, hints: Hints) -> TieredOutcome:
+        return run_tiers(scenario, hardware, device_chunks, alone(kind), hints)
+
+    return TieredEntry(run, kind.uses_hints)
+
+
+TIERED: dict[str, TieredEntry] = {
+    LRU: _each_tier(LeafLru),
+    "evoke": _each_tier(Evoke),
+    "continuum": _each_tier(Continuum),
+    "references": _each_tier(References),
+    "kvflow": _each_tier(StepsToExecution),
+    "kvpilot": TieredEntry(run_planned, uses_hints=True),
 }
-"""Those that know several tiers; each tier has one of its own."""
+"""Those that know several tiers."""
 
 
 def choose(names: str | None) -> list[str]:

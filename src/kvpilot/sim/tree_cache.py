@@ -12,11 +12,15 @@ import heapq
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpilot.sim.workload import ROOT, Floats, Ints, Workload
 
 ScoreLeaves = Callable[[Ints, float], Floats]
 """(leaves, now) → a new array with a score each. What scores lowest goes first; infinity is never evicted."""
+
+_BRINGING = -1
+"""Pins like a call does; calls are numbered from 0."""
 
 
 def _never(leaves: Ints, now: float) -> Floats:
@@ -48,6 +52,12 @@ class TreeCache:
         self._pins: dict[int, dict[int, int]] = {}
         self._pinned_at: dict[int, int] = {}
         self._rests_on: dict[int, int] = {}
+        self._rests: Ints = np.full(64, ROOT, dtype=np.int32)
+        """``_rests_on`` as an array by conversation."""
+        self._place: Ints = np.full(nodes + 1, -1, dtype=np.int32)
+        """Scratch; the last place is ROOT's."""
+        self.on_evict: Callable[[int, int], None] | None = None
+        """Called with a leaf and how many chunks of its tail are about to go."""
 
     def resident(self, node: int) -> int:
         """Chunks of ``node`` that are here: its first ones."""
@@ -62,10 +72,32 @@ class TreeCache:
         """The node on which a conversation rests (ROOT: nothing of it is here, or it was released)."""
         return self._rests_on.get(context, ROOT)
 
+    def depth_of(self, context: int) -> int:
+        """Leading chunks of a conversation that are here, in O(1)."""
+        node = self._rests_on.get(context, ROOT)
+        return 0 if node == ROOT else self.start[node] + self._resident[node]
+
+    def leaves(self) -> tuple[Ints, npt.NDArray[np.int64]]:
+        """What could go first: leaves, and how many chunks of each no running request uses."""
+        loose = {leaf: n for leaf in self._leaves if (n := self._loose(leaf))}
+        return np.array(list(loose), dtype=np.int32), np.array(list(loose.values()), dtype=np.int64)
+
+    def joined(self, leaves: Ints, values: Floats) -> Floats:
+        """``values`` by conversation → by leaf: those of all who rest on it added up. O(leaves + conversations)."""
+        n = min(len(values), len(self._rests))
+        place, rests = self._place, self._rests[:n]
+        place[leaves] = np.arange(len(leaves), dtype=np.int32)
+        at = place[rests]
+        place[leaves] = -1
+        there = at >= 0
+        # Of no values at all numpy makes integers.
+        return np.bincount(at[there], values[:n][there], len(leaves)).astype(np.float64, copy=False)
+
     def release(self, context: int) -> None:
         """The conversation is over, or taken for it: it rests on nothing any more."""
         node = self._rests_on.pop(context, ROOT)
         if node != ROOT:
+            self._rests[context] = ROOT
             self._leave(node, context)
 
     def expire(self, before: float) -> None:
@@ -131,6 +163,23 @@ class TreeCache:
         elif node != ROOT:
             self.last_used[node] = max(self.last_used[node], now)
 
+    def bring(
+        self, context: int | None, tip: int, most: int, now: float, scores: ScoreLeaves, newcomer: float
+    ) -> int:
+        """Admits up to ``most`` more leading chunks of what ends with ``tip``, as a request for it would; how many
+        it were. ``context``: the conversation it is brought for."""
+        found = self._deepest(tip)
+        self._pin(_BRINGING, found)
+        taken = self._admit(tip, found, now, scores, newcomer, most)
+        self._unpin(_BRINGING)
+        if context is not None:
+            self._rest(context, self._deepest(tip), now)
+        return taken
+
+    def follow(self, context: int, tip: int, now: float) -> None:
+        """The conversation's context ends with ``tip`` now: it rests on what is here of that."""
+        self._rest(context, self._deepest(tip), now)
+
     def check(self) -> None:
         """Raises AssertionError when the books do not add up (for tests)."""
         assert 0 <= self.used <= self.capacity
@@ -152,7 +201,9 @@ class TreeCache:
             tip = parent[tip]
         return tip
 
-    def _admit(self, tip: int, found: int, now: float, scores: ScoreLeaves, newcomer: float) -> None:
+    def _admit(
+        self, tip: int, found: int, now: float, scores: ScoreLeaves, newcomer: float, most: int | None = None
+    ) -> int:
         missing = []
         node = tip
         while node != found:
@@ -161,21 +212,27 @@ class TreeCache:
         if found != ROOT and self._resident[found] < self._size[found]:
             missing.append(found)
         wanted = sum(self._size[node] - self._resident[node] for node in missing)
+        if most is not None:
+            wanted = min(wanted, most)
         if not wanted:
-            return
+            return 0
         room = self.capacity - self.used
         if wanted > room:
             room += self._make_room(wanted - room, now, scores, newcomer)
+        room = min(room, wanted)
+        admitted = 0
         for node in reversed(missing):
             take = min(room, self._size[node] - self._resident[node])
             if not take:
-                return
+                break
             if not self._resident[node]:
                 self._appear(node)
             self._resident[node] += take
-            self.used += take
-            self.written += take
+            admitted += take
             room -= take
+        self.used += admitted
+        self.written += admitted
+        return admitted
 
     def _make_room(self, wanted: int, now: float, scores: ScoreLeaves, newcomer: float) -> int:
         """Evicts up to ``wanted`` chunks; how many it were."""
@@ -207,6 +264,8 @@ class TreeCache:
 
     def _evict(self, leaf: int, most: int) -> int:
         gone = min(most, self._loose(leaf))
+        if self.on_evict is not None:
+            self.on_evict(leaf, gone)
         self._resident[leaf] -= gone
         self.used -= gone
         if not self._resident[leaf]:
@@ -227,13 +286,15 @@ class TreeCache:
         if above == ROOT:
             for context in movers or ():
                 del self._rests_on[context]
+                self._rests[context] = ROOT
             return
         self._children[above] -= 1
         if not self._children[above]:
             self._leaves[above] = None
         self.last_used[above] = max(self.last_used[above], self.last_used[node])
         if movers:
-            self._rests_on.update(dict.fromkeys(movers, above))
+            for context in movers:
+                self._rests_on[context] = self._rests[context] = above
             here = self.holders.get(above)
             if here is None:
                 self.holders[above] = movers
@@ -246,6 +307,9 @@ class TreeCache:
             if before != ROOT:
                 self._leave(before, context)
                 del self._rests_on[context]
+            while context >= len(self._rests):
+                self._rests = np.concatenate((self._rests, np.full_like(self._rests, ROOT)))
+            self._rests[context] = node
             if node != ROOT:
                 self._rests_on[context] = node
                 self.holders.setdefault(node, set()).add(context)

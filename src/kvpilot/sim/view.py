@@ -52,7 +52,8 @@ class View:
 class Request:
     """A request as the policy sees it. ``hit`` of its ``prompt`` chunks are resident; ``tip`` is its last node.
 
-    ``added`` are the messages behind the part that the conversation's prompt before had."""
+    System prompt and tools fill the first ``head`` of them; ``added`` are the messages behind the part that the
+    conversation's prompt before had."""
 
     index: int
     at: float
@@ -62,6 +63,7 @@ class Request:
     tip: int
     prompt: int
     hit: int
+    head: int
     tokens: int
     added: tuple[TraceMessage, ...]
 

@@ -1,0 +1,90 @@
+"""kvpilot over several tiers: what is loaded ahead, what is written down, and what always holds."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sim.made_up import CHUNK, overlays, scenarios
+from tests.sim.test_tiers import SIMPLE, agents, lru
+
+from kvpilot.domain import Tier
+from kvpilot.plan.placement import PlacementSettings
+from kvpilot.replay.plan import Hints
+from kvpilot.sim.hardware import PROFILES, Hardware
+from kvpilot.sim.one_tier import Scenario
+from kvpilot.sim.planned import PlannedNode, run_planned
+from kvpilot.sim.tiers import capacities
+from kvpilot.traces import Overlay
+
+some_hints = st.sampled_from(list(Hints))
+machines = st.sampled_from([*PROFILES.values(), SIMPLE])
+
+
+class _Watched(PlannedNode):
+    """Checks the books of all tiers whenever something happened."""
+
+    def after(self, now: float) -> None:
+        super().after(now)
+        for cache in self._caches.values():
+            cache.check()
+
+
+@given(scenario=scenarios(), device=st.integers(1, 20), profile=machines, hints=some_hints)
+@settings(max_examples=60, deadline=None)
+def test_no_tier_holds_more_than_it_can_nor_a_hole_nor_loses_what_is_in_use(
+    scenario: Scenario, device: int, profile: Hardware, hints: Hints
+) -> None:
+    node = _Watched(scenario, profile, device, hints, PlacementSettings())
+    node.run()
+    outcome = node.outcome()
+    for tier, most in capacities(profile, device).items():
+        assert outcome.held_peak[tier] <= most
+    assert (outcome.found <= scenario.workload.depths(scenario.workload.prompt_tip)).all()
+
+
+@given(laid=overlays(), device=st.integers(1, 20), hints=some_hints)
+@settings(max_examples=40, deadline=None)
+def test_the_same_run_ends_the_same_whatever_sessions_are_called(
+    laid: Overlay, device: int, hints: Hints
+) -> None:
+    renamed = msgspec.structs.replace(
+        laid,
+        placed=tuple(
+            msgspec.structs.replace(p, session=msgspec.structs.replace(p.session, id=f"other-{9 - i}"))
+            for i, p in enumerate(laid.placed)
+        ),
+    )
+    first, second, third = (
+        run_planned(Scenario(which), SIMPLE, device, hints) for which in (laid, laid, renamed)
+    )
+    assert (first.ttft == second.ttft).all() and (first.ttft == third.ttft).all()
+    assert first.written == second.written == third.written
+
+
+def rhythm(calls: int, every: float, agent: str, chunks: int, begin: float) -> list[tuple[float, str, int]]:
+    return [(begin + every * i, agent, chunks if i == 0 else 0) for i in range(calls)]
+
+
+def test_who_returns_in_a_rhythm_is_loaded_before_it_returns() -> None:
+    # Two agents of 4 chunks take turns in a device of 5: on demand each waits for its load each time.
+    calls = sorted(rhythm(40, 60.0, "a", 4, 0.0) + rhythm(40, 60.0, "b", 4, 30.0))
+    scenario = agents(*calls)
+    ours = run_planned(scenario, SIMPLE, 5, Hints.LIFECYCLE)
+    theirs = lru(scenario, 5)
+    assert ours.ttft[40:].mean() < 0.7 * theirs.ttft[40:].mean()
+
+
+def test_what_is_over_is_never_written_to_disk() -> None:
+    # Each session is over when the next begins; host memory holds two of them.
+    scenario = agents(*((100.0 * i, f"s{i}", 4) for i in range(8)))
+    assert lru(scenario, 4).written[Tier.DISK] == 32
+    assert run_planned(scenario, SIMPLE, 4, Hints.LIFECYCLE).written[Tier.DISK] == 0
+
+
+def test_what_may_return_is_on_disk_when_host_memory_gives_it_up() -> None:
+    # All come back once everybody has called: 28 chunks, a device of 4, host memory of 8 and a disk of 32.
+    calls = [(100.0 * i, f"s{i % 7}", 4 if i < 7 else 0) for i in range(14)]
+    outcome = run_planned(agents(*calls), SIMPLE, 4, Hints.LIFECYCLE)
+    assert outcome.found[7:].tolist() == [4] * 7
+    assert (outcome.ttft[7:] < 4 * CHUNK).all()
