@@ -41,7 +41,7 @@ def sessions(draw: st.DrawFn, number: int = 0) -> TraceSession:
         )
         held = keep + len(add) + 1
         now = end
-    agent = TraceAgent(id="main", hidden_tok=draw(st.sampled_from((0, 6))), hidden_id="hidden")
+    agent = TraceAgent(id="main", hidden_tok=draw(st.sampled_from((0, 6, 11))), hidden_id="hidden")
     return TraceSession(
         source="made-up", id=f"s{number}", agents=(agent,), calls=tuple(calls), chunk_tokens=CHUNK
     )

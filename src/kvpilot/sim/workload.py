@@ -151,10 +151,10 @@ class _ChunkTrie:
     def __init__(self) -> None:
         self.parent: list[int] = []
         self._ids: dict[tuple[int, object], int] = {}
-        self._texts: dict[tuple[str, int], int] = {}
+        self._texts: dict[tuple[str, int | None], int] = {}
 
-    def text(self, message_id: str, tok: int) -> int:
-        """A number that stands for this text."""
+    def text(self, message_id: str, tok: int | None = None) -> int:
+        """A number that stands for this text, or, without ``tok``, for the beginning of it and any longer one."""
         return self._texts.setdefault((message_id, tok), len(self._texts))
 
     def chunk(self, parent: int, content: object) -> int:
@@ -198,6 +198,7 @@ class _Context:
     def __init__(self, trie: _ChunkTrie, chunk_tokens: int, agent: TraceAgent) -> None:
         self._trie, self._size = trie, chunk_tokens
         self._texts: list[int] = []
+        self._begins_with: list[int] = []
         self._ends: list[int] = []
         self._chunks: list[int] = []
         self._hidden = 0
@@ -209,7 +210,7 @@ class _Context:
     def call(self, call: TraceCall) -> tuple[int, int, int]:
         """Last chunk of the prompt, last chunk of prompt and reply, tokens of the prompt."""
         kept = self._hidden + call.keep
-        del self._texts[kept:], self._ends[kept:]
+        del self._texts[kept:], self._begins_with[kept:], self._ends[kept:]
         tokens = self._ends[-1] if self._ends else 0
         del self._chunks[tokens // self._size :]
         for message in call.add:
@@ -226,6 +227,7 @@ class _Context:
 
     def _append(self, message_id: str, tok: int) -> None:
         self._texts.append(self._trie.text(message_id, tok))
+        self._begins_with.append(self._trie.text(message_id))
         self._ends.append((self._ends[-1] if self._ends else 0) + tok)
 
     def _fill(self) -> None:
@@ -238,7 +240,9 @@ class _Context:
             last = first
             while ends[last] < stop:
                 last += 1
-            content: object = texts[first] if first == last else tuple(texts[first : last + 1])
+            # Of a text that fills the chunk to its end its length does not matter: a longer one begins like it.
+            open_end = self._begins_with[last]
+            content: object = open_end if first == last else (*texts[first:last], open_end)
             tip = self._trie.chunk(tip, content)
             chunks.append(tip)
             first = last + 1 if ends[last] == stop else last
