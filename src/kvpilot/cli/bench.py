@@ -233,3 +233,33 @@ def forecast(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@bench.command()
+def agreement(
+    scenario: Annotated[str | None, typer.Option(help="Scenarios, with commas.", show_default="all")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    state: OwnStateOption = None,
+) -> None:
+    """Recorded agents on a real stack with small tiers and in the simulator: exit code 1 where they differ."""
+    from kvpilot.backends.base import BackendError
+    from kvpilot.bench.agreement import bench_agreement, chosen, print_report
+    from kvpilot.bench.lab import BenchError
+    from kvpilot.replay.client import ControlError
+    from kvpilot.replay.run import write_json
+    from kvpilot.replay.text import TextError
+    from kvpilot.stack.launch import own_state
+    from kvpilot.traces import TraceError
+
+    with user_errors(BenchError, ControlError, BackendError, TraceError, TextError, ValueError):
+        scenarios = chosen(scenario)
+        with own_state("agreement", state) as folder:
+            document = bench_agreement(load(config, folder), scenarios)
+    if json_file is not None:
+        write_json(json_file, document)
+    print_report(document, console())
+    if not document["agrees"]:
+        raise typer.Exit(1)
