@@ -30,7 +30,7 @@ from kvpilot.domain import SignalKind, Tier
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.hardware import Hardware
 from kvpilot.sim.one_tier import Scenario
-from kvpilot.sim.tiers import _Engine, _Step
+from kvpilot.sim.tiers import Engine, Step
 from kvpilot.sim.view import SeenSignal
 from kvpilot.sim.workload import Floats, Ints, Workload
 from kvpilot.traces import Overlay
@@ -155,7 +155,7 @@ class _Paths:
         return [chunk for node in self._workload.path(tip) for chunk in range(first[node], first[node + 1])]
 
 
-class _Stack(_Engine):
+class _Stack(Engine):
     def __init__(self, laid: Overlay, sizes: StackSizes, hardware: Hardware, acts: bool) -> None:
         scenario = Scenario(_in_chunks_of(laid, sizes.block_tokens))
         super().__init__(scenario, hardware)
@@ -241,7 +241,7 @@ class _Stack(_Engine):
             self._refer(int(workload.agent[call]), chunks)
             for signal in self._signals.get(call, ()):
                 self._said.append(signal)
-                self.at(max(now, signal.at), _Step.SIGNAL, len(self._said) - 1)
+                self.at(max(now, signal.at), Step.SIGNAL, len(self._said) - 1)
 
     def _store(self, chunks: Sequence[int]) -> None:
         step = self._sizes.step_tokens // self._sizes.chunk_tokens

@@ -64,12 +64,12 @@ def run_tiers(
     scenario: Scenario, hardware: Hardware, device_chunks: int, make: TierPolicy, hints: Hints
 ) -> TieredOutcome:
     """Each tier under a policy of its own, loads when a request needs them."""
-    node = _Node(scenario, hardware, device_chunks, make, hints)
+    node = Node(scenario, hardware, device_chunks, make, hints)
     node.run()
     return node.outcome()
 
 
-class _Step(IntEnum):
+class Step(IntEnum):
     """What happens, in the order in which things of the same moment do."""
 
     END = 0
@@ -77,9 +77,11 @@ class _Step(IntEnum):
     READY = 2
     """All that a request loads is in device memory."""
     REQUEST = 3
+    TICK = 4
+    """Time for another plan; index: which of them."""
 
 
-class _Engine:
+class Engine:
     """Requests, prefill and replies in time. Where KV lies is for subclasses to say."""
 
     def __init__(self, scenario: Scenario, hardware: Hardware) -> None:
@@ -90,19 +92,20 @@ class _Engine:
         self._begun = self._workload.begin.copy()
         self._running: set[int] = set()
         self._waiting: dict[int, deque[int]] = {}
-        self._steps: list[tuple[float, _Step, int]] = []
+        self._steps: list[tuple[float, Step, int]] = []
         """(time, what, index of the call or signal)"""
         self.ttft = np.zeros(self._workload.calls)
         self.found = np.zeros(self._workload.calls, dtype=np.int32)
 
     def run(self) -> None:
-        self._steps = [(at, _Step.REQUEST, call) for call, at in enumerate(self._workload.begin.tolist())]
+        self._steps = [(at, Step.REQUEST, call) for call, at in enumerate(self._workload.begin.tolist())]
         heapq.heapify(self._steps)
         do = {
-            _Step.END: self._end,
-            _Step.SIGNAL: self.signalled,
-            _Step.READY: self._ready,
-            _Step.REQUEST: self._request,
+            Step.END: self._end,
+            Step.SIGNAL: self.signalled,
+            Step.READY: self._ready,
+            Step.REQUEST: self._request,
+            Step.TICK: self.ticked,
         }
         while self._steps:
             now, step, index = heapq.heappop(self._steps)
@@ -126,7 +129,10 @@ class _Engine:
     def signalled(self, signal: int, now: float) -> None:
         """An agent said something."""
 
-    def at(self, when: float, step: _Step, index: int) -> None:
+    def ticked(self, number: int, now: float) -> None:
+        """A moment that was asked for."""
+
+    def at(self, when: float, step: Step, index: int) -> None:
         heapq.heappush(self._steps, (when, step, index))
 
     def _request(self, call: int, now: float) -> None:
@@ -137,14 +143,14 @@ class _Engine:
         self._running.add(agent)
         self._begun[call] = now
         self.found[call], ready = self.load(call, now)
-        self.at(ready, _Step.READY, call)
+        self.at(ready, Step.READY, call)
 
     def _ready(self, call: int, now: float) -> None:
         behind = int(self.found[call]) * self._workload.chunk_tokens
         new = int(self._workload.prompt_tokens[call]) - behind
         self._free = max(now, self._free) + self._hardware.prefill_s(new, behind)
         self.ttft[call] = self._free - self._begun[call]
-        self.at(max(self.ends_at(call, self._free), self._begun[call] + INSTANT_S), _Step.END, call)
+        self.at(max(self.ends_at(call, self._free), self._begun[call] + INSTANT_S), Step.END, call)
 
     def ends_at(self, call: int, first_token: float) -> float:
         """When the reply is complete that began with its first token then."""
@@ -156,10 +162,10 @@ class _Engine:
         self._running.discard(agent)
         waiting = self._waiting.get(agent)
         if waiting:
-            self.at(now, _Step.REQUEST, waiting.popleft())
+            self.at(now, Step.REQUEST, waiting.popleft())
 
 
-class _Node(_Engine):
+class Node(Engine):
     """Tiers under policies."""
 
     def __init__(
@@ -228,8 +234,12 @@ class _Node(_Engine):
             policy.on_end(request, reply)
             newcomer = policy.newcomer(request, now)
             cache.end(call, request.tip, reply.tip, context, now, policy.scores, newcomer)
+        self._say_what_follows(call, now)
+
+    def _say_what_follows(self, call: int, now: float) -> None:
+        """The signals that come after a call, not before its reply."""
         for index in self._signals.get(call, ()):
-            self.at(max(now, self._view.signals[index].at), _Step.SIGNAL, index)
+            self.at(max(now, self._view.signals[index].at), Step.SIGNAL, index)
 
     def signalled(self, signal: int, now: float) -> None:
         said = replace(self._view.signals[signal], at=now)
@@ -246,7 +256,7 @@ def clairvoyant(scenario: Scenario, hardware: Hardware, device_chunks: int) -> T
     return TieredOutcome(engine.ttft, engine.found, {}, {}, {})
 
 
-class _Clairvoyant(_Engine):
+class _Clairvoyant(Engine):
     def __init__(self, scenario: Scenario, hardware: Hardware, device_chunks: int) -> None:
         super().__init__(scenario, hardware)
         workload = self._workload
