@@ -35,10 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Small bounded tiers and free ports; skips without vLLM (``make test`` sets them up and demands them)."""
+    folder = tmp_path_factory.mktemp("stack")
     config = with_free_ports(load_config(environ={})).with_overrides(
+        coordinator={"record": str(folder / "traffic")},
         engine={"max_model_len": 8192, "dev": True},
         lmcache={"host_gb": 0.5, "disk_gb": 1.0},
-        state={"dir": str(tmp_path_factory.mktemp("stack"))},
+        state={"dir": str(folder)},
     )
     try:
         python = find_engine_python(config)
