@@ -217,10 +217,18 @@ async def test_a_reader_that_fails_fails_no_request(
     assert "its reply could not be read" in caplog.text
 
 
-@pytest.mark.parametrize("text", [b"{}", b" { } ", b'{"a":{}}', b'{"content":[]}\n'])
+NAMED_INSIDE = b'{"content":[{"type":"tool_use","id":"t","name":"n","input":{"context_management":{}}}]}'
+
+
+@pytest.mark.parametrize("text", [b"{}", b" { } ", b'{"a":{}}', b'{"content":[]}\n', NAMED_INSIDE])
 def test_a_reply_with_edits_reported_stays_json(text: bytes) -> None:
     reply = json.loads(MessagesReader(b'{"applied_edits":[]}').whole(text))
     assert reply == {**json.loads(text), "context_management": {"applied_edits": []}}
+
+
+def test_an_engines_own_report_is_left_alone() -> None:
+    text = b'{"content":[],"context_management":null}'
+    assert MessagesReader(b'{"applied_edits":[]}').whole(text) == text
 
 
 @pytest.mark.parametrize("stream", [False, True])

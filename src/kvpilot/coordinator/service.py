@@ -432,7 +432,7 @@ class CoordinatorService:
         held = self.resolver.context(thread)
         exclusive = exclusively_held(self.references, held, deferral.owners)
         if not exclusive:
-            why = "other live sessions use it" if held.chunks else "nothing held"
+            why = "other live contexts use it" if held.chunks else "nothing held"
             self._abandon(record, OutcomeStatus.DONE, why)
             return
         work = Work(held.space, exclusive, thread.owner)
@@ -456,7 +456,7 @@ class CoordinatorService:
         planned = min(len(exclusive), limit) if limit is not None else len(exclusive)
         skipped = len(work.chunks) - len(exclusive)
         if not exclusive:
-            why = "other live sessions use it"
+            why = "other live contexts use it"
             return self._final(
                 ActionKind.DEMOTE, tenant, session, source, OutcomeStatus.DONE, why, skipped=skipped
             )

@@ -160,10 +160,20 @@ class MessagesReader:
     def _managed(self, text: bytes) -> bytes:
         """A JSON object with ``context_management`` in it; an engine's own is not touched."""
         whole = text.rstrip()
-        if not self._management or b'"context_management"' in text or not whole.endswith(b"}"):
+        if not self._management or not whole.endswith(b"}") or _says(text, "context_management"):
             return text
         comma = b"" if whole[:-1].strip() == b"{" else b","
         return b"".join((whole[:-1], comma, b'"context_management":', self._management, b"}"))
+
+
+def _says(text: bytes, key: str) -> bool:
+    """Whether a JSON object has a key; True for what is none."""
+    if key.encode() not in text:
+        return False
+    try:
+        return key in _FIELDS.decode(text)
+    except (ValueError, RecursionError):
+        return True
 
 
 class _InputDetails(msgspec.Struct):
@@ -240,5 +250,6 @@ class ResponsesReader:
 
 _MESSAGE = msgspec.json.Decoder(_Message)
 _EVENT = msgspec.json.Decoder(_Event)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RESPONSE = msgspec.json.Decoder(_Response)
 _RESPONSE_EVENT = msgspec.json.Decoder(_ResponseEvent)
