@@ -27,6 +27,8 @@ Refused = Callable[..., str]
         (("serve", "--lmcache", "notaurl"), "lmcache.nodes is ['notaurl']: it must be a list of URLs"),
         (("serve", "--lmcache-coordinator", "http://"), "lmcache.coordinator is 'http://'"),
         (("serve", "--kv-events", "notanendpoint"), "it must be a ZMQ endpoint like tcp://"),
+        (("up", "--record", ""), "--record is empty: name a folder"),
+        (("serve", "--record", __file__), "is no folder: name one"),
     ],
 )
 def test_impossible_values_are_refused(

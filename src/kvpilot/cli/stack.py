@@ -9,6 +9,7 @@ import typer
 
 from kvpilot.cli.options import ConfigOption, JsonOption, StateOption, load
 from kvpilot.cli.output import console
+from kvpilot.stack import StackError
 
 _STACK = "The stack"
 
@@ -29,11 +30,22 @@ ModeOption = Annotated[
     str | None, typer.Option("--mode", help="kvpilot = act, passive = only observe.", show_default=False)
 ]
 
+
+def _record_folder(name: str) -> Path:
+    if not name:  # As a Path it would be the current folder.
+        raise StackError("--record is empty: name a folder")
+    folder = Path(name).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise StackError(f"--record {name} is no folder: name one, it is made where there is none")
+    return folder
+
+
 RecordOption = Annotated[
     Path | None,
     typer.Option(
         "--record",
         metavar="FOLDER",
+        parser=_record_folder,
         help="Record the traffic, without any text, for `kvpilot sim compare`.",
         show_default=False,
     ),
@@ -89,7 +101,7 @@ def up(
         config,
         state,
         gateway={"port": port, "workers": workers},
-        coordinator={"port": control_port, "mode": mode, "record": _resolved(record)},
+        coordinator={"port": control_port, "mode": mode, "record": None if record is None else str(record)},
         engine={"model": model, "max_model_len": max_model_len, "dev": dev or None},
         lmcache={"host_gb": host_gb, "disk_gb": disk_gb},
     )
@@ -135,15 +147,11 @@ def serve(
         config,
         state,
         gateway={"port": port, "workers": workers},
-        coordinator={"port": control_port, "mode": mode, "record": _resolved(record)},
+        coordinator={"port": control_port, "mode": mode, "record": None if record is None else str(record)},
         engine={"url": engine, "kv_events": kv_events},
         lmcache={"nodes": lmcache or None, "coordinator": lmcache_coordinator},
     )
     run_stack(settings, embedded=False)
-
-
-def _resolved(folder: Path | None) -> str | None:
-    return None if folder is None else str(folder.resolve())
 
 
 def down(config: ConfigOption = None, state: StateOption = None) -> None:

@@ -70,6 +70,7 @@ class Recorder:
         self._written = 0
         self._began = 0
         self._path: Path | None = None
+        self._working = True
         self.lines = 0
         self.dropped = 0
 
@@ -162,7 +163,13 @@ class Recorder:
         except OSError as error:
             self.dropped += len(waiting)
             self._path = None  # what follows must be complete in itself
-            log.warning("%s cannot be written (%s): the recording has a gap", self._folder, error)
+            if self._working:
+                log.warning("%s cannot be written (%s): the recording has a gap", self._folder, error)
+            self._working = False
+            return
+        if not self._working:
+            log.info("%s is written again", self._folder)
+        self._working = True
 
     def _write(self, waiting: list[tuple[Path, bytes]]) -> None:
         by_file: dict[Path, list[bytes]] = {}
