@@ -115,3 +115,20 @@ def test_the_signals_of_the_plan_come_when_they_were_sent() -> None:
     # Sent three seconds after the reply, which was complete half a second after the request.
     assert [signal.at for signal in finished] == [3.5]
     assert sum(signal.kind is SignalKind.END for signal in signals) == 2
+
+
+def test_a_reply_whose_text_comes_back_shorter_is_another_message_from_then_on() -> None:
+    session = planned()
+    plan = rows(session)
+    workload = compile_workload(as_recorded([session], plan))
+    counted = []
+    shorter = 0
+    for row, call, tokens in zip(plan, session.calls, workload.prompt_tokens.tolist(), strict=True):
+        # The first reply of the main agent comes back as four tokens less, up to the compaction.
+        shorter = 4 if call.agent == "main" and call.turn in (1, 2) else 0
+        counted.append(tokens + 4 - shorter)
+        row.prompt_tokens = counted[-1]
+    laid = as_recorded([session], plan)
+    main = [call for call in laid.placed[0].session.calls if call.agent == "main"]
+    assert [call.keep for call in main] == [0, 1, 4, 0]
+    assert compile_workload(laid).prompt_tokens.tolist() == [tokens - 4 for tokens in counted]

@@ -107,3 +107,18 @@ def test_no_prompt_is_found_wholly_and_the_device_has_no_more_than_there_is(
     outcome = run_stack(laid, StackSizes(4, 8, 40, host, disk), HARDWARE, acts)
     assert (outcome.in_device <= outcome.found).all()
     assert (outcome.found < np.maximum(1, compile_workload(laid).prompt_tokens)).all()
+
+
+def test_requests_that_wait_to_read_from_disk_leave_less_room_in_host_memory() -> None:
+    # Two contexts lie on disk alone; copies of both do not fit into host memory, of one after the other they do.
+    size = sizes(device=24, host=20, disk=PLENTY)
+
+    def found(second: float) -> int:
+        contexts = [
+            agent(n, (5.0 * i, 5 * CHUNK), (at, 5)) for i, (n, at) in enumerate([("a", 60.0), ("b", second)])
+        ]
+        others = [agent(f"o{n}", (20.0 + 5 * n, 5 * CHUNK)) for n in range(4)]
+        return int(play(*contexts, *others, size=size).found[-1])
+
+    assert found(second=70.0) == 5 * CHUNK
+    assert found(second=60.1) < 5 * CHUNK

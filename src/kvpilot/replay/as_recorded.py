@@ -1,7 +1,8 @@
 """A replay as if it had been recorded: what was planned, when it was played. For the simulator.
 
 Prompts are as the engine saw them: scaled, with the chat template's tokens, and a reply is its agent's own, not the
-text that another session has under the same id.
+text that another session has under the same id. Where the text of a reply comes back as fewer tokens than were sampled
+(the next prompt is shorter than planned), what was computed for the reply is of no use to that prompt.
 """
 
 from __future__ import annotations
@@ -44,16 +45,29 @@ def _began(played: tuple[PlannedCall, TurnRow]) -> float:
 
 def _session(session: PlannedSession, calls: Sequence[tuple[PlannedCall, TurnRow]]) -> TraceSession:
     own = {(call.agent, call.reply.id) for call, _ in calls}
+    again: dict[str, TraceMessage] = {}
     hidden = {call.agent: call for call, _ in calls}
     contexts: dict[str, list[TraceMessage]] = {}
+    lengths: dict[str, int] = {}
+    """Agent → tokens of its last prompt, as the engine counted them."""
     waits: dict[str, bool] = {}
     summarised: set[str] = set()
     out = []
     for call, row in calls:
         prompt = [_named(session, call.agent, message, own) for message in call.prompt]
+        prompt = [again.get(message.id, message) for message in prompt]
+        before = contexts.get(call.agent, [])
+        if before and prompt[: len(before)] == before:
+            missing = _missing(lengths[call.agent], row.prompt_tokens, prompt[len(before) - 1 :])
+            if missing:
+                said = prompt[len(before) - 1]
+                again[said.id] = prompt[len(before) - 1] = msgspec.structs.replace(
+                    said, id=f"{said.id}:again", tok=max(1, said.tok - missing)
+                )
         reply = _named(session, call.agent, call.reply, own)
-        keep = _common(contexts.get(call.agent, ()), prompt)
+        keep = _common(before, prompt)
         contexts[call.agent] = [*prompt, reply]
+        lengths[call.agent] = row.prompt_tokens
         events = ("human",) if waits.get(call.agent) else ()
         if call.agent in summarised:
             events = ("compact:auto",)
@@ -67,6 +81,7 @@ def _session(session: PlannedSession, calls: Sequence[tuple[PlannedCall, TurnRow
             TraceCall(
                 agent=call.agent,
                 t_request=row.started_s,
+                t_first=None if row.ttft_ms is None else row.started_s + row.ttft_ms / 1000,
                 t_end=row.started_s + (row.e2e_ms or 0.0) / 1000,
                 keep=keep,
                 add=tuple(prompt[keep:]),
@@ -81,6 +96,11 @@ def _session(session: PlannedSession, calls: Sequence[tuple[PlannedCall, TurnRow
         agents=tuple(_agent(session, agent, call) for agent, call in _parents_first(session, hidden)),
         calls=tuple(out),
     )
+
+
+def _missing(before: int, now: int, added: Sequence[TraceMessage]) -> int:
+    """Tokens by which a prompt grew less than by what was added; 0 where the engine did not count."""
+    return before + sum(message.tok for message in added) - now if before and now else 0
 
 
 def _parents_first(session: PlannedSession, hidden: dict[str, PlannedCall]) -> list[tuple[str, PlannedCall]]:

@@ -19,6 +19,7 @@ Left out: the queue for a full device pool, the time that stores and deletions t
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,6 @@ class _Lru:
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def room(self) -> int:
-        return self.capacity - len(self._order)
-
     def use(self, chunks: Sequence[int]) -> None:
         """They are here, and just used."""
         for chunk in reversed(chunks):
@@ -100,11 +97,39 @@ class _Lru:
         for _ in range(min(count, len(self._order))):
             self._order.popitem(last=False)
 
+
+class _Tier(_Lru):
+    """One of LMCache's tiers. Chunks that a request waits to read stay until it has them, copies on their way to it
+    take room."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._locks: Counter[int] = Counter()
+        self._passing = 0
+
+    @property
+    def taken(self) -> int:
+        return len(self) + self._passing
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self.taken
+
+    def lock(self, chunks: Sequence[int], passing: int) -> None:
+        self._locks.update(chunks)
+        self._passing += passing
+
+    def unlock(self, chunks: Sequence[int], passing: int) -> None:
+        self._locks.subtract(chunks)
+        self._passing -= passing
+
     def evict(self) -> bool:
         """One round of LMCache's eviction; whether there was anything to do."""
-        if not self._order or len(self._order) < WATERMARK * self.capacity:
+        if not len(self) or self.taken < WATERMARK * self.capacity:
             return False
-        self.drop_oldest(max(1, int(EVICTS_SHARE * len(self._order))))
+        count = max(1, int(EVICTS_SHARE * self.taken))
+        loose = (chunk for chunk in self._order if not self._locks[chunk])
+        self.drop(list(itertools.islice(loose, count)))
         return True
 
 
@@ -164,11 +189,16 @@ class _Stack(Engine):
         self._coarse = Scenario(_in_chunks_of(laid, sizes.chunk_tokens)).workload
         self._block_paths, self._chunk_paths = _Paths(self._workload), _Paths(self._coarse)
         self._device = _Device(sizes.device_blocks)
-        self._host, self._disk = _Lru(sizes.host_chunks), _Lru(sizes.disk_chunks)
+        self._host, self._disk = _Tier(sizes.host_chunks), _Tier(sizes.disk_chunks)
         self._reads = {store.tier: store for store in hardware.stores}
         self._evicted_at = 0.0
         self._began: dict[int, tuple[list[int], int]] = {}
-        """Running call → its prompt's full blocks, and how many chunks LMCache found."""
+        """Running call → its prompt's full blocks, and how many chunks LMCache found and has stored since."""
+        self._reading: dict[int, tuple[list[int], int]] = {}
+        """Call before its first token → the chunks it reads from host memory, and how many from disk."""
+        self._uncounted: dict[int, int] = {}
+        """Call → chunks that the device had and the connector did not count."""
+        self._first_token = _first_tokens(self._workload)
         self._live: dict[int, list[int]] = {}
         """Agent → the chunks of its context."""
         self._references: Counter[int] = Counter()
@@ -194,6 +224,7 @@ class _Stack(Engine):
         device = _leading(blocks[: (tokens - 1) // sizes.block_tokens], self._device)
         below, ready = self._look_up(call, device, now)
         self._began[call] = blocks, below
+        self._uncounted[call] = 0 if below else device // self._per_chunk
         self.in_device[call] = device
         total = -(-(tokens + workload.recorded[call].reply.tok) // sizes.block_tokens)
         self._device.begin(call, blocks, total)
@@ -214,6 +245,9 @@ class _Stack(Engine):
         here = [chunk for chunk in found if chunk in self._host]
         self._host.use(here)
         self._disk.use(there)
+        self._host.lock(here, len(there))
+        self._reading[call] = here, len(there)
+        self.at(max(now, self._first_token[call]), Step.TICK, call)
         missing = set(found[device // self._per_chunk :])
         ready = now
         for tier, read in ((Tier.HOST, here), (Tier.DISK, there)):
@@ -229,24 +263,34 @@ class _Stack(Engine):
         # What caches hold follows from when requests came and went, not from how fast the profile is.
         return float(self._workload.end[call])
 
+    def ticked(self, call: int, now: float) -> None:
+        """A prompt is computed: LMCache stores it."""
+        if call not in self._reading:
+            return
+        self._host.unlock(*self._reading.pop(call))
+        self._store(call, self._chunk_paths.chunks(int(self._coarse.prompt_tip[call])))
+
     def replied(self, call: int, now: float) -> None:
-        blocks, below = self._began.pop(call)
         workload = self._workload
-        all_blocks = self._block_paths.chunks(int(workload.context_tip[call]))
-        self._device.end(call, blocks, all_blocks)
         chunks = self._chunk_paths.chunks(int(self._coarse.context_tip[call]))
-        stop = len(chunks) if below else len(chunks) - int(self.in_device[call]) // self._per_chunk
-        self._store(chunks[below:stop])
+        self.ticked(call, now)
+        self._store(call, chunks)
+        blocks, _ = self._began.pop(call)
+        self._device.end(call, blocks, self._block_paths.chunks(int(workload.context_tip[call])))
         if self._acts:
             self._refer(int(workload.agent[call]), chunks)
             for signal in self._signals.get(call, ()):
                 self._said.append(signal)
                 self.at(max(now, signal.at), Step.SIGNAL, len(self._said) - 1)
 
-    def _store(self, chunks: Sequence[int]) -> None:
+    def _store(self, call: int, chunks: Sequence[int]) -> None:
+        """What of these chunks of a call's context LMCache neither found nor stored before."""
+        blocks, have = self._began[call]
+        stop = len(chunks) - self._uncounted[call]
+        self._began[call] = blocks, max(have, stop)
         step = self._sizes.step_tokens // self._sizes.chunk_tokens
-        for first in range(0, len(chunks), step):
-            batch = [chunk for chunk in chunks[first : first + step] if chunk not in self._host]
+        for first in range(have, stop, step):
+            batch = [chunk for chunk in chunks[first : min(stop, first + step)] if chunk not in self._host]
             if len(batch) <= self._host.room:
                 self._host.use(batch)
                 self._disk.use(batch)
@@ -280,6 +324,14 @@ class _Stack(Engine):
         self._disk.use(there)
         if len(there) <= self._host.room:
             self._host.use(there)
+
+
+def _first_tokens(workload: Workload) -> list[float]:
+    """When each call had its first token, as recorded; where that is not known, its end."""
+    return [
+        float(end) if call.t_first is None else float(begin) + call.t_first - call.t_request
+        for begin, end, call in zip(workload.begin, workload.end, workload.recorded, strict=True)
+    ]
 
 
 def _leading(chunks: Sequence[int], cache: _Device) -> int:
