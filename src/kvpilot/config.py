@@ -109,6 +109,8 @@ class EngineConfig(Section, frozen=True):
     """Interpreter of the engine environment; empty = .venv-engine beside kvpilot's, else this one."""
     extra_args: Annotated[tuple[str, ...], Meta(description="a list of texts")] = ()
     """Further arguments for the embedded vLLM server."""
+    plugin: Switch = False
+    """Embedded: vLLM runs kvpilot's plug-in, which steers its device pool."""
     dev: Switch = False
     """Embedded: vLLM's development endpoints (cache resets), which benchmarks and tests need."""
 

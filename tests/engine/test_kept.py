@@ -41,17 +41,17 @@ class Machine(RuleBasedStateMachine):
         self.now = 100.0
         self.next_id = 0
 
-    def _lost(self, number: int) -> None:
-        for block in self.kept.lost(number):
+    def _lost(self, number: int, length: int) -> None:
+        for block in self.kept.lost(number, length):
             assert self.free.pop(block) is not None
             self.nobodys.append(block)
 
-    def rank(self, block: Free) -> tuple[int, int]:
-        claimants = self.book.claimed_by(block.value)
+    def rank(self, block: Free) -> tuple[int, int, int]:
+        claimants = self.book.claimed.get(block.value)
         assert claimants is not None
-        place = self.book.ranking(self.now).place
-        best = place[claimants] if isinstance(claimants, int) else max(place[n] for n in claimants)
-        return best, -block.length
+        ranking = self.book.ranking(self.now)
+        best = ranking.best(claimants)
+        return ranking.of(best), best if best not in ranking.place else 0, -block.length
 
     @rule(
         key=st.sampled_from(SESSIONS),
@@ -69,13 +69,14 @@ class Machine(RuleBasedStateMachine):
         parts = [*prompt[-1].decode().split("/"), *more]
         hashes = chain(*parts)
         self.book.finish(context, hashes, list(range(SIZE * len(hashes))), self.now, last=last)
-        for place, value in reversed(list(enumerate(hashes))):
-            self.next_id += 1
-            free = Free(value, (place + 1) * SIZE)
-            if self.kept.add(self.next_id, self.next_id, free.value, free.length):
-                self.free[self.next_id] = free
-            else:
-                assert self.book.claimed_by(value) is None
+        freed = {
+            self.next_id + place: Free(value, (place + 1) * SIZE)
+            for place, value in reversed(list(enumerate(hashes)))
+        }
+        self.next_id += len(hashes)
+        nobodys = self.kept.add((n, n, block.value, block.length) for n, block in freed.items())
+        assert all((n in nobodys) == (block.value not in self.book.claimed) for n, block in freed.items())
+        self.free.update((n, block) for n, block in freed.items() if n not in nobodys)
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
@@ -86,11 +87,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def room_is_needed(self, count: int) -> None:
-        for block in self.kept.pop(count, self.now):
+        popped = self.kept.pop(count, self.now)
+        assert len(popped) == min(count, len(self.free))
+        for block in popped:
             found = self.free.pop(block)
             assert all(self.rank(found) <= self.rank(other) for other in self.free.values())
 
-    @rule(seconds=st.floats(0, 50))
+    @rule(seconds=st.sampled_from([0.01, 0.1, 5.0, 50.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.book.tick(self.now)
@@ -122,7 +125,7 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_lost_and_nobody_elses(self) -> None:
         assert len(self.kept) == len(self.free)
         assert set(self.kept.in_order(self.now)) == set(self.free)
-        assert all(self.book.claimed_by(block.value) is not None for block in self.free.values())
+        assert all(self.book.claimed.get(block.value) is not None for block in self.free.values())
 
     @invariant()
     def claims_are_what_contexts_hold(self) -> None:
@@ -131,7 +134,7 @@ class Machine(RuleBasedStateMachine):
             for value in context.hashes:
                 holders.setdefault(value, set()).add(context.number)
         for value, numbers in holders.items():
-            claimed = self.book.claimed_by(value)
+            claimed = self.book.claimed.get(value)
             assert (claimed if isinstance(claimed, set) else {claimed}) == numbers
         assert self.book.claims == sum(len(context.hashes) for context in self.book.contexts())
 
@@ -148,11 +151,24 @@ def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None
         hashes = chain(*system, *parts)
         context = book.begin(("", name), hashes, 0.0 if name == "old" else 1.0)
         book.finish(context, hashes, (), 0.0 if name == "old" else 1.0)
-        for place, value in reversed(list(enumerate(hashes))):
-            if name == "old" or place:  # The shared block is there once.
-                kept.add(hash(value), value.decode(), value, (place + 1) * SIZE)
+        kept.add(
+            (hash(value), value.decode(), value, (place + 1) * SIZE)
+            for place, value in reversed(list(enumerate(hashes)))
+            if name == "old" or place  # The shared block is there once.
+        )
     book.demote(("", "old"))
     assert kept.pop(9, 2.0) == ["sys/a/b", "sys/a", "sys/c", "sys"]
+
+
+def test_blocks_of_contexts_that_came_since_the_last_ranking_are_found_wherever_they_are_filed() -> None:
+    book = Book(SIZE, 40)
+    kept: Kept[str] = Kept(book)
+    book.ranking(0.0)
+    shared = chain("sys")
+    first, second = (book.begin(("", name), shared, 0.0) for name in ("first", "second"))
+    kept.add([(1, "block", shared[0], SIZE)])
+    assert kept.homes[1] in (first.number, second.number)
+    assert kept.pop(1, 0.0) == ["block"] and len(kept) == 0
 
 
 def test_common_blocks_are_found_by_the_last_that_is_equal() -> None:

@@ -85,3 +85,28 @@ def test_what_is_no_object_is_forwarded_as_it_is(raw: bytes) -> None:
         assert prepared.body == raw
         with pytest.raises(GatewayError):
             prepare(raw, {}, "acme")
+
+
+def test_an_engine_with_the_plug_in_is_told_what_hints_say_of_its_pool() -> None:
+    hint = {"session_id": "s", "parent_session_id": "p"}
+    body = {"model": "m", "messages": [], "kv_transfer_params": {"mine": 1}, "agent_hint": hint}
+    raw = json.dumps(body).encode()
+    told = json.loads(prepare(raw, {}, "default", plugin=True).body)
+    assert told["kv_transfer_params"] == {"mine": 1, "kvpilot": {"parent": "p"}}
+    assert prepare(raw, {}, "default").body == prepare(raw, {}, "default", plugin=False).body
+    assert b'"kvpilot"' not in prepare(raw, {}, "default").body
+
+
+@given(bodies)
+def test_telling_the_plug_in_changes_nothing_else(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode("utf-8", "surrogatepass")
+    without, told = (json.loads(prepare(raw, {}, "default", plugin=p).body) for p in (False, True))
+    params = told.get("kv_transfer_params")
+    if isinstance(params, dict) and "kvpilot" in params:
+        del params["kvpilot"]
+        if not params and "kv_transfer_params" not in without:
+            del told["kv_transfer_params"]
+    if not without.get("kv_transfer_params") and not told.get("kv_transfer_params"):
+        without.pop("kv_transfer_params", None)
+        told.pop("kv_transfer_params", None)
+    assert told == without or "kvpilot" in (without.get("kv_transfer_params") or {})

@@ -23,9 +23,19 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 class Peer:
-    """One HTTP server. ``timeout_s`` bounds a call from waiting for its turn to the last byte."""
+    """One HTTP server. ``timeout_s`` bounds a call from waiting for its turn to the last byte; every call carries
+    ``headers``."""
 
-    def __init__(self, url: str, *, timeout_s: float, max_calls: int = 8, max_waiting: int = 64) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        max_calls: int = 8,
+        max_waiting: int = 64,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._headers = dict(headers or {})
         self.url = url.rstrip("/")
         self.breaker = Breaker()
         self._timeout_s = timeout_s
@@ -90,7 +100,7 @@ class Peer:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         data = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"content-type": "application/json"}
+        headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         for attempt in (1, 2):
             try:
                 async with self._session.request(

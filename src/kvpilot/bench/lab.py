@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
+from kvpilot.backends.engine_plugin import EnginePlugin
 from kvpilot.backends.lmcache import LMCacheBackend
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.domain import Space, Tier
@@ -45,6 +46,7 @@ class Lab:
     gateway: Gateway
     control: Control
     backend: LMCacheBackend
+    plugin: EnginePlugin
     texts: TextMaker
     space: Space
 
@@ -90,6 +92,7 @@ async def lab(stack: Endpoints) -> AsyncIterator[Lab]:
     """Connections to ``stack``, closed at the end. Raises BenchError when the engine names no model."""
     engine = stack.config.engine
     backend = LMCacheBackend.from_config(stack.config)
+    plugin = EnginePlugin.from_config(stack.config)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         async with http.get(f"{stack.engine_url}/v1/models") as response:
             models = (await response.json()).get("data") or []
@@ -103,11 +106,13 @@ async def lab(stack: Endpoints) -> AsyncIterator[Lab]:
                 gateway=Gateway(http, stack.gateway_url, engine.served_model_name),
                 control=Control(http, stack.control_url, stack.config.coordinator.token),
                 backend=backend,
+                plugin=plugin,
                 texts=TextMaker.load(engine.tokenizer or engine.model),
                 space=Space(model=root),
             )
         finally:
             await backend.close()
+            await plugin.close()
 
 
 def drop_page_cache(folder: Path) -> int:

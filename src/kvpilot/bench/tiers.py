@@ -10,7 +10,8 @@ gateway. Variants differ in where the KV lies when the turn begins:
 * ``kvpilot``         as passive_cold in even rounds and as passive_cached in odd ones, but kvpilot acts on the
                       hint that the session's tool has finished, and the turn begins when that action has its
                       outcome
-* ``l1_hit``          in host memory (the limit of what kvpilot can do from disk)
+* ``kvpilot_device``  as kvpilot, and then vLLM's plug-in has brought it into the device pool, too
+* ``l1_hit``          in host memory (the limit of what kvpilot can do from disk without the plug-in)
 * ``device_hit``      in vLLM's own pool
 
 Every measurement is checked against LMCache's directory before and vLLM's own counters after it; one whose state
@@ -30,10 +31,21 @@ import numpy as np
 from kvpilot.bench.lab import BenchError, Lab, drop_page_cache
 from kvpilot.bench.stats import closed_share, interleaved, paired_summary, summary
 from kvpilot.config import Config
-from kvpilot.domain import SignalKind, Tier
+from kvpilot.domain import OutcomeStatus, SignalKind, Tier
+from kvpilot.engine.commands import EngineCommand, Kind
 from kvpilot.replay.client import ChatResult
 
-VARIANTS = ("kvpilot", "passive_cached", "passive_cold", "recompute", "l1_hit", "device_hit")
+VARIANTS = (
+    "kvpilot",
+    "kvpilot_device",
+    "passive_cached",
+    "passive_cold",
+    "recompute",
+    "l1_hit",
+    "device_hit",
+)
+WITH_PLUGIN = ("kvpilot_device",)
+"""Variants for an engine with kvpilot's plug-in (``engine.plugin``)."""
 OTHER_TENANT_TOKENS = 4096
 NEW_WORDS = 12
 """Words of the new user message; with the template's tokens the turn is at most 32 tokens longer."""
@@ -108,6 +120,8 @@ class TierBench:
         self._next_other = 0
         self._turn = 0
         self._overhead = 0
+        plugin = lab.stack.config.engine.plugin
+        self._variants = [v for v in VARIANTS if plugin or v not in WITH_PLUGIN]
 
     async def prepare(self) -> None:
         """Learn the template's cost, prefill the other tenants' contexts and wait until all are on disk."""
@@ -134,7 +148,7 @@ class TierBench:
         prefetch_ms: list[float] = []
         for number in range(rounds):
             results: dict[str, float] = {}
-            for variant in interleaved(VARIANTS, number):
+            for variant in interleaved(self._variants, number):
                 try:
                     results[variant] = await self._measure(variant, context, number, prefetch_ms)
                 except Discarded as reason:
@@ -157,16 +171,26 @@ class TierBench:
         if variant == "l1_hit":
             await self._to_host(context)
             return await self._timed(context, host=True, device=False)
-        if variant == "passive_cold" or (variant == "kvpilot" and number % 2 == 0):
+        acts = variant in ("kvpilot", "kvpilot_device")
+        if variant == "passive_cold" or (acts and number % 2 == 0):
             await asyncio.to_thread(drop_page_cache, self._lab.disk_folder)
-        if variant != "kvpilot":
+        if not acts:
             return await self._timed(context, host=False, device=False)
         await self._lab.control.set_mode("kvpilot")
         try:
-            prefetch_ms.append(await self._hinted(context))
+            took = await self._hinted(context)
+            if variant == "kvpilot_device":
+                await self._into_device(context)
+                return await self._timed(context, host=None, device=True)
+            prefetch_ms.append(took)
             return await self._timed(context, host=True, device=False)
         finally:
             await self._lab.control.set_mode("passive")
+
+    async def _into_device(self, context: Context) -> None:
+        outcome = await self._lab.plugin.command(EngineCommand(Kind.PREFETCH, session=context.session))
+        if outcome.status is not OutcomeStatus.DONE:
+            raise Discarded(f"the plug-in's prefetch was {outcome.status}: {outcome.reason}")
 
     async def _timed(self, context: Context, *, host: bool | None, device: bool) -> float:
         """The next turn's TTFT in ms, if the KV lay where it should: ``host`` None = does not matter."""
@@ -325,6 +349,7 @@ def summarise(
     """Rows and paired ratios of one context length."""
     values = {variant: [r[variant] for r in rounds if variant in r] for variant in VARIANTS}
     spreads = paired_summary(rounds, "kvpilot", [v for v in VARIANTS if v != "kvpilot"])
+    device = paired_summary(rounds, "kvpilot_device", [v for v in VARIANTS if v != "kvpilot_device"])
     return {
         "context": tokens,
         "rows": [
@@ -334,6 +359,7 @@ def summarise(
         ],
         "paired": {variant: spread["median"] for variant, spread in spreads.items()},
         "paired_spread": spreads,
+        "paired_device": device,
         "closed": closed_share(rounds, "kvpilot", "passive_cached", "l1_hit"),
         "prefetch_ms": summary(prefetch_ms) if prefetch_ms else None,
         "discarded": {variant: len(reasons) for variant, reasons in discarded.items()},

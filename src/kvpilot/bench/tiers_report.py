@@ -26,6 +26,7 @@ MEANING = {
     "passive_cold": "KV on disk, read from it",
     "passive_cached": "KV on disk, in the page cache",
     "kvpilot": "KV on disk, kvpilot told that the tool has finished",
+    "kvpilot_device": "the same, and the plug-in brought it into vLLM's own pool",
     "l1_hit": "KV in host memory",
     "device_hit": "KV in vLLM's own pool",
 }
@@ -119,6 +120,9 @@ def print_table(document: dict[str, Any], console: Console) -> None:
         closed = result["closed"]["paired"]
         if closed is not None:
             console.print(f"kvpilot closes {100 * closed:.0f} % of the way from passive_cached to l1_hit")
+        if result["paired_device"]:
+            told = ", ".join(f"{v} {spread['median']:.3f}" for v, spread in result["paired_device"].items())
+            console.print(f"kvpilot_device ÷ each, medians of pairs: {told}")
         if result["discarded"]:
             console.print(f"discarded because the state was not as meant: {result['discarded']}")
     sizes = ", ".join(f"{tier} {size / 2**20:,.0f} MiB" for tier, size in document["tiers"].items())
@@ -137,7 +141,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     contexts = [result["context"] for result in document["contexts"]]
     order = [variant for variant in MEANING if variant in VARIANTS]
     colours = dict(
-        zip(order, ("#8c2d19", "#c76b2c", "#e3b34f", "#1b7f4d", "#5b7db1", "#b9c7de"), strict=True)
+        zip(order, ("#8c2d19", "#c76b2c", "#e3b34f", "#1b7f4d", "#49b27c", "#5b7db1", "#b9c7de"), strict=True)
     )
     figure, axes = pyplot.subplots(figsize=(1.6 + 3.4 * len(contexts), 4.2), layout="constrained")
     width = 0.8 / len(order)

@@ -29,6 +29,10 @@ def tiers(
         bool, typer.Option("--with-33k", help="A context of 33,792 tokens too (recompute takes a minute).")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 9,
+    plugin: Annotated[
+        bool,
+        typer.Option("--plugin", help="With kvpilot's plug-in in vLLM: the variant kvpilot_device, too."),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
     ] = None,
@@ -54,7 +58,7 @@ def tiers(
         if with_33k:
             lengths.append(33_792)
         with own_state("bench", state) as folder:
-            settings = load(config, folder, engine={"model": model})
+            settings = load(config, folder, engine={"model": model, "plugin": plugin or None})
             document = bench_tiers(settings, lengths, rounds)
         if json_file is not None:
             write_json(json_file, document)
@@ -113,6 +117,34 @@ def hints(
     if json_file is not None:
         write_json(json_file, document)
     print_table(document, console())
+
+
+@bench.command()
+def engine(
+    requests: Annotated[int, typer.Option(min=0, help="Requests of the soak; 0 = no soak.")] = 20_000,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of the cost measurement; 0 = none.")] = 2000,
+    running: Annotated[int, typer.Option(min=1, help="Requests that run at once there.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Of the soak: equal seeds, equal work.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs."""
+    from kvpilot.bench import engine as trials
+    from kvpilot.bench.lab import BenchError
+    from kvpilot.replay.run import write_json
+    from kvpilot.stack import StackError
+
+    with user_errors(BenchError, StackError):
+        settings = load(config, None)
+        document = {
+            "soak": trials.soak(settings, requests, seed) if requests else None,
+            "cost": trials.cost(settings, running, steps) if steps else [],
+        }
+    if json_file is not None:
+        write_json(json_file, document)
+    trials.print_report(document, console())
 
 
 @bench.command()

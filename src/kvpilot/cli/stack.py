@@ -57,6 +57,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=_STACK)(down)
     app.command(rich_help_panel=_STACK)(serve)
     app.command(rich_help_panel=_STACK)(doctor)
+    app.command(rich_help_panel=_STACK)(plugin_path)
 
 
 def up(
@@ -89,6 +90,9 @@ def up(
     disk_gb: Annotated[
         float | None, typer.Option(help="Disk tier in GB (default 2).", show_default=False)
     ] = None,
+    plugin: Annotated[
+        bool, typer.Option("--plugin", help="Run kvpilot's plug-in inside vLLM: it steers the device pool.")
+    ] = False,
     dev: Annotated[
         bool, typer.Option("--dev", help="Open vLLM's development endpoints (cache resets).")
     ] = False,
@@ -102,7 +106,7 @@ def up(
         state,
         gateway={"port": port, "workers": workers},
         coordinator={"port": control_port, "mode": mode, "record": None if record is None else str(record)},
-        engine={"model": model, "max_model_len": max_model_len, "dev": dev or None},
+        engine={"model": model, "max_model_len": max_model_len, "plugin": plugin or None, "dev": dev or None},
         lmcache={"host_gb": host_gb, "disk_gb": disk_gb},
     )
     if device_tokens is not None:
@@ -154,6 +158,18 @@ def serve(
     run_stack(settings, embedded=False)
 
 
+def plugin_path(
+    folder: Annotated[Path, typer.Argument(help="Where to make it.")] = Path(".kvpilot/engine-plugin"),
+) -> None:
+    """Make the folder that lets a vLLM of your own find kvpilot's plug-in, and print it.
+
+    PYTHONPATH=$(kvpilot plugin-path) KVPILOT=1 vllm serve …
+    """
+    from kvpilot.stack.plugin_folder import make_plugin_folder
+
+    print(make_plugin_folder(folder.absolute()))
+
+
 def down(config: ConfigOption = None, state: StateOption = None) -> None:
     """Stop the stack of the state folder; also clears away what one that was killed hard left behind."""
     from kvpilot.stack.down import stop
@@ -161,10 +177,17 @@ def down(config: ConfigOption = None, state: StateOption = None) -> None:
     print(stop(load(config, state).state_dir))
 
 
-def doctor(config: ConfigOption = None, state: StateOption = None, as_json: JsonOption = False) -> None:
+def doctor(
+    engine: Annotated[
+        str | None, typer.Option(help="URL of a running vLLM (default: engine.url).", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    state: StateOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check this machine, the configuration and, where a stack is up, what it says of itself."""
     from kvpilot.stack.doctor import diagnose, print_report
 
-    findings = diagnose(load(config, state))
+    findings = diagnose(load(config, state, engine={"url": engine}))
     healthy = print_report(findings, console(soft_wrap=True, highlight=False), as_json=as_json)
     raise typer.Exit(0 if healthy else 1)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from kvpilot.forecast.prior import pauses
-from kvpilot.forecast.waits import Waits
+from kvpilot.engine.returns import Returns
 
 SessionKey = tuple[str, str]
 """Salt and id: a tenant's salt is part of the name, so no tenant reaches another's sessions."""
@@ -30,8 +29,8 @@ GOES_ON = 0.8
 be gone from its end); less is another conversation under the same id."""
 PROTECTED_SHARE = 0.5
 """Share of the pool within which wishes to retain are heard, in equal parts for the salts that have any."""
-RANKING_S = 0.1
-"""For so long contexts keep their ranks, unless something happens."""
+RANKING_S = 0.5
+"""For so long contexts keep their ranks, unless somebody tells about one; those that are new rank highest."""
 
 
 class Level(IntEnum):
@@ -56,6 +55,8 @@ class Context:
     prompt_blocks: int = 0
     running: int = 0
     used_at: float = 0.0
+    waits_since: float | None = None
+    """When its last request ended; None while one runs."""
     expires_at: float = 0.0
     """Of a wish."""
     origin: Any = None
@@ -74,17 +75,23 @@ class Session:
     expected_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ranking:
-    """All contexts, worst first, and the place of each by its number."""
+    """All contexts, worst first, and the place of each by its number. Those that came since have no place yet: they
+    rank above all others."""
 
     ascending: list[int]
     place: dict[int, int]
     made_at: float
 
+    def of(self, number: int) -> int:
+        return self.place.get(number, len(self.ascending))
+
     def best(self, numbers: int | set[int]) -> int:
         """Which of some contexts ranks highest."""
-        return numbers if isinstance(numbers, int) else max(numbers, key=self.place.__getitem__)
+        if isinstance(numbers, int):
+            return numbers
+        return max(numbers, key=lambda number: (self.of(number), number))
 
 
 class Book:
@@ -98,14 +105,16 @@ class Book:
         self._pool_blocks = pool_blocks
         self._max_claims = 8 * pool_blocks
         self._claims = 0
-        self._claimed: dict[Hash, int | set[int]] = {}
+        self.claimed: dict[Hash, int | set[int]] = {}
+        """Block → the contexts that need it: one number, or several. To look at; changed here alone."""
         self._sessions: dict[SessionKey, Session] = {}
         self._contexts: dict[int, Context] = {}
         self._free_numbers: list[int] = []
-        self._waits = Waits(pauses())
+        self._returns = Returns()
         self._ranking: Ranking | None = None
-        self.on_lost: Callable[[int], None] = lambda number: None
-        """Called with a context's number after it gave up claims."""
+        self.on_lost: Callable[[int, int], None] = lambda number, length: None
+        """Called with a context's number after it gave up claims on what ends more than ``length`` tokens from its
+        head."""
 
     # ------------------------------------------------------------ what happens
 
@@ -132,7 +141,9 @@ class Book:
             for other in [c for c in session.contexts if c is not context and not c.running]:
                 self._forget(other)
         self._sessions[key] = session
-        self._waits.end(context.number, now)
+        if context.waits_since is not None:
+            self._returns.observe(session.parent is not None, now - context.waits_since, now)
+            context.waits_since = None
         context.running += 1
         context.prompt_blocks = len(hashes)
         context.used_at = now
@@ -140,7 +151,6 @@ class Book:
         session.contexts.append(context)
         self._set_claims(context, hashes)
         self._make_room(context)
-        self._ranking = None
         return context
 
     def finish(
@@ -159,11 +169,10 @@ class Book:
             return  # Its session was evicted meanwhile.
         self._set_claims(context, hashes)
         context.tokens.extend(tokens[len(context.tokens) :])
-        self._ranking = None
         if last and context.session is not None:
             self.end(context.session.key)
         elif not context.running:
-            self._waits.begin(context.number, _features(context), now)
+            context.waits_since = now
 
     def expect(self, key: SessionKey, at: float) -> None:
         """Somebody says when the session's next request comes."""
@@ -217,6 +226,7 @@ class Book:
         """The same for certain blocks, whoever needs them."""
         context = self._add(Context(0, None, used_at=now, expires_at=until, origin=salt))
         self._set_claims(context, hashes)
+        self._ranking = None
         self._make_room(context)
 
     def release(self, key: SessionKey) -> None:
@@ -233,14 +243,13 @@ class Book:
         return len(wishes)
 
     def tick(self, now: float) -> None:
-        """Time passed: wishes end, contexts nobody was heard of from are forgotten, long waits are learned from."""
+        """Time passed: wishes end, contexts nobody was heard of from are forgotten."""
         for context in list(self._contexts.values()):
             idle = context.session is not None and not context.running and now - context.used_at > IDLE_S
             if idle or (context.session is None and context.expires_at <= now):
                 self._forget(context)
         for session in [s for s in self._sessions.values() if not s.contexts and s.retained_until <= now]:
             del self._sessions[session.key]
-        self._waits.tick(now)
 
     # ------------------------------------------------------------ what is known
 
@@ -270,10 +279,6 @@ class Book:
                 todo += children.get(one, ())
         return [self._sessions[one] for one in found if one in self._sessions]
 
-    def claimed_by(self, value: Hash) -> int | set[int] | None:
-        """The contexts that need a block (one number, or several); None: nobody does."""
-        return self._claimed.get(value)
-
     def ranking(self, now: float) -> Ranking:
         """All contexts, worst first: by level, then by worth, then the one heard of longer ago first."""
         if self._ranking is None or not 0 <= now - self._ranking.made_at < RANKING_S:
@@ -283,21 +288,22 @@ class Book:
         return self._ranking
 
     def _ranks(self, now: float) -> dict[int, tuple[Level, float, float, int]]:
-        worths = self._waits.worths(now)
+        curves = {child: self._returns.curve(child, now) for child in (False, True)}
         protected = self._protected(now)
         ranks = {}
         for number, context in self._contexts.items():
             session = context.session
-            worth = float(worths[number]) if number < len(worths) else 0.0
-            level = Level.LIVE
+            level, worth = Level.LIVE, 0.0
             if number in protected:
                 level = Level.PROTECTED
             elif session is None or (session.demoted and not context.running):
                 level = Level.DEMOTED
             if context.running:
                 worth = float("inf")
-            elif session is not None and session.expected_at > 0 and session.contexts[-1] is context:
-                worth = max(worth, _announced(session.expected_at - now))
+            elif session is not None and context.waits_since is not None:
+                worth = curves[session.parent is not None].worth_at(now - context.waits_since)
+                if session.expected_at > 0 and session.contexts[-1] is context:
+                    worth = max(worth, _announced(session.expected_at - now))
             ranks[number] = (level, worth, context.used_at, number)
         return ranks
 
@@ -325,6 +331,8 @@ class Book:
         """The context claims exactly these from now on; of its tokens those stay that are still right."""
         old = context.hashes
         common = common_blocks(old, hashes)
+        if common == len(old) == len(hashes):
+            return
         if not keep_tokens:
             del context.tokens[common * self.block_tokens :]
         lost, new = old[common:], hashes[common:]
@@ -338,25 +346,25 @@ class Book:
             if value not in still:
                 self._unclaim(value, context.number)
         if lost:
-            self.on_lost(context.number)
+            self.on_lost(context.number, common * self.block_tokens)
 
     def _claim(self, value: Hash, number: int) -> None:
-        found = self._claimed.get(value)
+        found = self.claimed.get(value)
         if found is None:
-            self._claimed[value] = number
+            self.claimed[value] = number
         elif isinstance(found, set):
             found.add(number)
         elif found != number:
-            self._claimed[value] = {found, number}
+            self.claimed[value] = {found, number}
 
     def _unclaim(self, value: Hash, number: int) -> None:
-        found = self._claimed.get(value)
+        found = self.claimed.get(value)
         if isinstance(found, set):
             found.discard(number)
             if len(found) == 1:
-                self._claimed[value] = found.pop()
+                self.claimed[value] = found.pop()
         elif found == number:
-            del self._claimed[value]
+            del self.claimed[value]
 
     # ------------------------------------------------------------ contexts
 
@@ -380,15 +388,14 @@ class Book:
     def _add(self, context: Context) -> Context:
         context.number = self._free_numbers.pop() if self._free_numbers else len(self._contexts)
         self._contexts[context.number] = context
-        self._ranking = None
+        if self._ranking is not None:
+            self._ranking.place.pop(context.number, None)
         return context
 
     def _forget(self, context: Context) -> None:
         self._set_claims(context, ())
-        self._waits.drop(context.number)
         del self._contexts[context.number]
         self._free_numbers.append(context.number)
-        self._ranking = None
         if (session := context.session) is not None:
             session.contexts.remove(context)
             if not session.contexts and session.retained_until <= 0.0:
@@ -419,13 +426,6 @@ def common_blocks(one: Sequence[Hash], other: Sequence[Hash]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _features(context: Context) -> list[str]:
-    """What is known of a pause from inside: whose it is."""
-    session = context.session
-    assert session is not None
-    return ["any", "child" if session.parent else "main", f"session:{':'.join(session.key)}"]
 
 
 def _announced(seconds: float) -> float:

@@ -14,6 +14,8 @@ from msgspec import Meta
 from kvpilot.domain import OutcomeStatus
 
 VERSION = 1
+PATH = "/kvpilot/v1/engine"
+"""Of the control route on vLLM's own server. Outside ``/v1``: nobody reaches it through kvpilot's gateway."""
 MAX_TTL_S = 86400.0
 
 Position = Annotated[int, Meta(ge=0)]

@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from kvpilot.engine.book import Book
 from kvpilot.engine.kept import Kept
 
 log = logging.getLogger("vllm.kvpilot")
+
+_GROUP_BYTES = 4
+"""vLLM's key of a cached block is its hash and, in so many bytes, its KV group."""
+_popleft_n: Callable[[FreeKVCacheBlockQueue, int], list[KVCacheBlock]] = FreeKVCacheBlockQueue.popleft_n
 
 
 class SessionFreeQueue(FreeKVCacheBlockQueue):
@@ -27,8 +31,10 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
             block.prev_free_block = block.next_free_block = None
         super().__init__([])
         self.append_n_plain(free)
+        self._book = book
         self.kept: Kept[KVCacheBlock] = Kept(book)
-        self._clock = clock
+        self._homes = self.kept.homes
+        self.clock = clock
         book.on_lost = self._lost
 
     @property
@@ -46,21 +52,25 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        from_kept = n - self.plain
+        if not self._homes:
+            return _popleft_n(self, n)
+        from_kept = n - self.num_free_blocks + len(self._homes)
         if from_kept <= 0:
-            return list(super().popleft_n(n))
+            return _popleft_n(self, n)
         victims: list[KVCacheBlock] = []
         try:
-            self.kept.pop(from_kept, self._clock(), victims)
+            self.kept.pop(from_kept, self.clock(), victims)
+            if len(victims) < from_kept:
+                raise RuntimeError(f"{from_kept} blocks are kept, {len(victims)} were found")
         except Exception:
             # A request waits for these blocks: it gets them, in whatever order.
             log.exception("kvpilot's order of reuse failed: what it kept is vLLM's again")
             rest = self.kept.clear()
             self.num_free_blocks -= len(victims) + len(rest)
             super().append_n(victims + rest)
-            return list(super().popleft_n(n))
+            return _popleft_n(self, n)
         self.num_free_blocks -= len(victims)
-        return [*super().popleft_n(n - from_kept), *victims]
+        return [*_popleft_n(self, n - from_kept), *victims]
 
     def remove(self, block: KVCacheBlock) -> None:
         if self.kept.discard(block.block_id):
@@ -72,12 +82,20 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        plain = [block for block in blocks if not self._keep(block)]
-        self.num_free_blocks += len(blocks) - len(plain)
-        super().append_n(plain)
+        if not self._book.claims:
+            super().append_n(blocks)
+            return
+        bare = [block for block in blocks if block._block_hash is None]
+        plain = self.kept.add(
+            (block.block_id, block, block._block_hash[:-_GROUP_BYTES], block._block_hash_num_tokens or 0)
+            for block in blocks
+            if block._block_hash is not None
+        )
+        self.num_free_blocks += len(blocks) - len(plain) - len(bare)
+        super().append_n(bare + plain)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        return [*super().get_all_free_blocks(), *self.kept.in_order(self._clock())]
+        return [*super().get_all_free_blocks(), *self.kept.in_order(self.clock())]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """In the order of reuse, behind ``cursor`` (from the front when it is not free any more)."""
@@ -96,19 +114,13 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
 
     def give_back(self) -> None:
         """Keep nothing any more: all blocks are vLLM's again, in the order in which they would be reused."""
-        blocks = self.kept.in_order(self._clock())
+        blocks = self.kept.in_order(self.clock())
         self.kept.clear()
         self.num_free_blocks -= len(blocks)
         super().append_n(blocks)
 
-    def _keep(self, block: KVCacheBlock) -> bool:
-        value = block.block_hash
-        if value is None:
-            return False
-        return self.kept.add(block.block_id, block, get_block_hash(value), block.block_hash_num_tokens or 0)
-
-    def _lost(self, number: int) -> None:
-        nobodys = self.kept.lost(number)
+    def _lost(self, number: int, length: int) -> None:
+        nobodys = self.kept.lost(number, length)
         self.num_free_blocks -= len(nobodys)
         self.prepend_n(nobodys)
 

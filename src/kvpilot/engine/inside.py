@@ -70,6 +70,8 @@ class Inside:
     def arrived(self, request: Request) -> None:
         """Before a request is queued."""
         self._hasher = request._block_hasher
+        if request.session_id is None and not _extra(request):
+            return
         hints = read_hints(_extra(request), request.session_id)
         if not hints.session or request.resumable:
             return
@@ -137,14 +139,14 @@ class Inside:
             if command.kind is Kind.STATUS:
                 reply(dump(self.status()))
             elif self.off:
-                reply(dump({"error": f"kvpilot is off in this engine: {self.off}"}))
+                reply(dump({"detail": f"kvpilot is off in this engine: {self.off}"}))
             else:
                 self._carry_out(command, lambda outcome: reply(dump(outcome)))
         except CommandError as error:
-            reply(dump({"error": str(error)}))
+            reply(dump({"detail": str(error)}))
         except Exception as error:
             log.exception("a command failed")
-            reply(dump({"error": f"the engine failed on it: {error!r}"}))
+            reply(dump({"detail": f"the engine failed on it: {error!r}"}))
 
     def _carry_out(self, command: EngineCommand, reply: Reply) -> None:
         if command.kind is Kind.PREFETCH:
@@ -248,7 +250,7 @@ class Inside:
                 )
             )
             return
-        size = self.scheduler.block_size
+        size = self.loader.step_tokens
         goal = min(len(tokens), command.end or len(tokens), self.scheduler.max_model_len - 1) // size * size
         if len(context.hashes) * self.book.block_tokens < goal:
             self.book.claim_again(context, self.hashes_of(tokens, context.origin))
@@ -318,7 +320,7 @@ class Inside:
         return [
             block
             for value in hashes
-            if self.book.claimed_by(value) is None
+            if value not in self.book.claimed
             for block in self._cached(value)
             if block.ref_cnt == 0 and not block.is_null
         ]

@@ -1,15 +1,17 @@
 """In which order free blocks that somebody still needs are reused. Pure.
 
-The victim is always, of all kept blocks, the one whose best claimant ranks lowest, and of that claimant's blocks the
-one furthest from the head. Blocks are filed under one of their claimants; that another one ranks higher is noticed
-when the block comes up, and then it is filed there: a shared system prompt outlives any one agent, and nothing is
-sorted before somebody needs room.
+The victim is always, of all kept blocks, one whose best claimant ranks lowest, and of that claimant's blocks the one
+furthest from the head. Blocks are filed under one of their claimants; that another one ranks higher is noticed when
+the block comes up, and then it is filed there: a shared system prompt outlives any one agent, and nothing is sorted
+before somebody needs room.
+
+This runs in every step of an engine's scheduler, for every block that comes and goes: hence the plain loops.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from kvpilot.engine.book import Book, Hash, Ranking
@@ -17,155 +19,188 @@ from kvpilot.engine.book import Book, Hash, Ranking
 B = TypeVar("B")
 
 
-@dataclass(slots=True)
-class _Entry(Generic[B]):
-    block: B
-    value: Hash
-    length: int
-    home: int
+class _Pile(Generic[B]):
+    """Blocks filed under one context, by id: (tokens from the context's head to its end, hash, block).
 
+    They come as vLLM frees a request's, from the tail on, so they are nearly always in order already.
+    """
 
-@dataclass(slots=True)
-class _Pile:
-    """Blocks filed under one context. The heap may hold blocks that have left; ``size`` counts those that have not."""
+    __slots__ = ("blocks", "least", "tidy")
 
-    heap: list[tuple[int, int, int]] = field(default_factory=list)
-    """(−length, number of the filing, block id)."""
-    size: int = 0
+    def __init__(self) -> None:
+        self.blocks: OrderedDict[int, tuple[int, Hash, B]] = OrderedDict()
+        self.least = 0
+        """Length of the block that came last."""
+        self.tidy = True
+
+    def put_in_order(self) -> None:
+        """From the tail of the context to its head."""
+        if not self.tidy:
+            self.blocks = OrderedDict(sorted(self.blocks.items(), key=lambda item: -item[1][0]))
+            self.least = next(reversed(self.blocks.values()))[0]
+            self.tidy = True
 
 
 class Kept(Generic[B]):
-    """Free blocks that a context of ``book`` claims, by their ids. All operations are O(log n) a block."""
+    """Free blocks that a context of ``book`` claims, by their ids. All operations are O(1) a block, but for piles
+    that have to be put in order."""
 
     def __init__(self, book: Book) -> None:
         self._book = book
-        self._entries: dict[int, tuple[int, _Entry[B]]] = {}
-        self._piles: dict[int, _Pile] = {}
-        self._filings = 0
+        self._claimed = book.claimed
+        self.homes: dict[int, int] = {}
+        """Block id → number of the context it is filed under."""
+        self._piles: dict[int, _Pile[B]] = {}
+        self._ranking: Ranking | None = None
+        self._empty = 0
+        """Of that ranking, contexts before this place have no blocks filed under them."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.homes)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._entries
+        return block_id in self.homes
 
-    def add(self, block_id: int, block: B, value: Hash, length: int) -> bool:
-        """Keep a block that ends ``length`` tokens from its context's head. False: nobody claims it."""
-        claimants = self._book.claimed_by(value)
-        if claimants is None:
-            return False
-        home = claimants if isinstance(claimants, int) else next(iter(claimants))
-        self._file(block_id, _Entry(block, value, length, home))
-        return True
+    def add(self, blocks: Iterable[tuple[int, B, Hash, int]]) -> list[B]:
+        """Keep blocks: id, block, hash, and how many tokens from its context's head it ends. Returns those that
+        nobody claims."""
+        claimed, homes = self._claimed, self.homes
+        nobodys: list[B] = []
+        last, pile = -1, None
+        for block_id, block, value, length in blocks:
+            claimants = claimed.get(value)
+            if claimants is None:
+                nobodys.append(block)
+                continue
+            home = claimants if claimants.__class__ is int else next(iter(claimants))  # type: ignore[arg-type]
+            assert isinstance(home, int)
+            if home != last or pile is None:
+                last, pile = home, self._pile(home)
+            if length > pile.least and pile.blocks:
+                pile.tidy = False
+            pile.least = length
+            pile.blocks[block_id] = (length, value, block)
+            homes[block_id] = home
+        return nobodys
 
     def discard(self, block_id: int) -> bool:
         """The block is free no more (or its content is gone). False: it was not kept."""
-        found = self._entries.pop(block_id, None)
-        if found is None:
+        home = self.homes.pop(block_id, None)
+        if home is None:
             return False
-        self._left(found[1].home)
+        pile = self._piles[home]
+        del pile.blocks[block_id]
+        if not pile.blocks:
+            del self._piles[home]
         return True
 
     def pop(self, count: int, now: float, taken: list[B] | None = None) -> list[B]:
         """The blocks to reuse first, at most ``count``, put into ``taken``; they are kept no more."""
-        ranking = self._book.ranking(now)
         taken = [] if taken is None else taken
         if count <= 0:
             return taken
-        for number in ranking.ascending:
-            pile = self._piles.get(number)
-            while pile is not None and pile.size:
-                block_id, entry = self._tail(pile)
-                if not self._moved(block_id, entry, ranking):
-                    self.discard(block_id)
-                    taken.append(entry.block)
-                    if len(taken) == count:
-                        return taken
+        ranking = self._book.ranking(now)
+        if ranking is not self._ranking:
+            self._ranking, self._empty = ranking, 0
+        while self._empty < len(ranking.ascending):
+            number = ranking.ascending[self._empty]
+            if (
+                number in self._piles
+                and ranking.of(number) == self._empty
+                and self._drain(number, ranking, count, taken)
+            ):
+                return taken
+            self._empty += 1
+        while self._piles:  # Those that have no place yet.
+            if self._drain(min(self._piles), ranking, count, taken):
+                break
         return taken
 
-    def lost(self, number: int) -> list[B]:
-        """A context gave up claims: blocks filed under it go to other claimants; returns those that have none."""
+    def _drain(self, number: int, ranking: Ranking, count: int, taken: list[B]) -> bool:
+        """Take blocks filed under a context; whether there are enough now."""
+        pile = self._piles[number]
+        pile.put_in_order()
+        claimed, homes, blocks = self._claimed, self.homes, pile.blocks
+        while blocks:
+            block_id, (length, value, block) = blocks.popitem(last=False)
+            del homes[block_id]
+            claimants = claimed.get(value)
+            if claimants is None or claimants == number or ranking.best(claimants) == number:
+                taken.append(block)
+                if len(taken) == count:
+                    break
+            else:
+                self._file(ranking.best(claimants), block_id, length, value, block)
+        if not blocks:
+            del self._piles[number]
+        return len(taken) == count
+
+    def lost(self, number: int, length: int) -> list[B]:
+        """A context gave up claims on what ends more than ``length`` tokens from its head: blocks filed under it go
+        to other claimants. Returns those that have none."""
         nobodys: list[B] = []
         pile = self._piles.get(number)
         if pile is None:
             return nobodys
-        for _, filing, block_id in sorted(pile.heap):
-            found = self._entries.get(block_id)
-            if found is None or found[0] != filing:
-                continue
-            entry = found[1]
-            claimants = self._book.claimed_by(entry.value)
+        pile.put_in_order()
+        gone = []
+        for block_id, (end, value, block) in pile.blocks.items():
+            if end <= length:
+                break
+            gone.append((block_id, end, value, block))
+        for block_id, end, value, block in gone:
+            claimants = self._claimed.get(value)
             if claimants is None:
                 self.discard(block_id)
-                nobodys.append(entry.block)
+                nobodys.append(block)
             elif number != claimants and not (isinstance(claimants, set) and number in claimants):
                 self.discard(block_id)
-                self.add(block_id, entry.block, entry.value, entry.length)
+                home = claimants if isinstance(claimants, int) else next(iter(claimants))
+                self._file(home, block_id, end, value, block)
         return nobodys
 
     def in_order(self, now: float) -> list[B]:
         """All kept blocks as they would be reused now."""
         ranking = self._book.ranking(now)
-
-        def key(found: tuple[int, _Entry[B]]) -> tuple[int, int, int]:
-            claimants = self._book.claimed_by(found[1].value)
-            assert claimants is not None
-            return ranking.place[ranking.best(claimants)], -found[1].length, found[0]
-
-        return [entry.block for _, entry in sorted(self._entries.values(), key=key)]
+        found = []
+        for home, pile in self._piles.items():
+            for block_id, (length, value, block) in pile.blocks.items():
+                claimants = self._claimed.get(value)
+                best = home if claimants is None else ranking.best(claimants)
+                found.append(((ranking.of(best), best, -length, block_id), block))
+        return [block for _, block in sorted(found, key=lambda item: item[0])]
 
     def size_of(self, number: int) -> int:
         """How many blocks are filed under a context."""
         pile = self._piles.get(number)
-        return pile.size if pile is not None else 0
+        return len(pile.blocks) if pile is not None else 0
 
     def below(self, number: int, now: float) -> int:
-        """How many kept blocks would be reused before those of a context, at least."""
+        """How many kept blocks are filed under contexts that rank below this one."""
         ranking = self._book.ranking(now)
-        place = ranking.place.get(number, 0)
-        return sum(pile.size for other, pile in self._piles.items() if ranking.place.get(other, 0) < place)
+        place = ranking.of(number)
+        return sum(len(pile.blocks) for other, pile in self._piles.items() if ranking.of(other) < place)
 
     def clear(self) -> list[B]:
         """Keep nothing any more; returns what was kept."""
-        blocks = [entry.block for _, entry in self._entries.values()]
-        self._entries.clear()
+        blocks = [entry[2] for pile in self._piles.values() for entry in pile.blocks.values()]
+        self.homes.clear()
         self._piles.clear()
         return blocks
 
-    def _file(self, block_id: int, entry: _Entry[B]) -> None:
-        self._filings += 1
-        self._entries[block_id] = (self._filings, entry)
-        pile = self._piles.setdefault(entry.home, _Pile())
-        heapq.heappush(pile.heap, (-entry.length, self._filings, block_id))
-        pile.size += 1
-        if len(pile.heap) > 2 * pile.size + 64:
-            pile.heap = [item for item in pile.heap if self._current(item)]
-            heapq.heapify(pile.heap)
+    def _pile(self, home: int) -> _Pile[B]:
+        """The pile of a context, to file something under it."""
+        pile = self._piles.get(home)
+        if pile is None:
+            pile = self._piles[home] = _Pile()
+        if self._ranking is not None and (place := self._ranking.of(home)) < self._empty:
+            self._empty = place
+        return pile
 
-    def _current(self, item: tuple[int, int, int]) -> bool:
-        found = self._entries.get(item[2])
-        return found is not None and found[0] == item[1]
-
-    def _tail(self, pile: _Pile) -> tuple[int, _Entry[B]]:
-        """The block of a pile that is furthest from the head; the pile is not empty."""
-        while not self._current(pile.heap[0]):
-            heapq.heappop(pile.heap)
-        block_id = pile.heap[0][2]
-        return block_id, self._entries[block_id][1]
-
-    def _moved(self, block_id: int, entry: _Entry[B], ranking: Ranking) -> bool:
-        """File a block under the claimant that ranks highest; False: that is where it is."""
-        claimants = self._book.claimed_by(entry.value)
-        best = entry.home if claimants is None else ranking.best(claimants)
-        if best == entry.home:
-            return False
-        self.discard(block_id)
-        entry.home = best
-        self._file(block_id, entry)
-        return True
-
-    def _left(self, home: int) -> None:
-        pile = self._piles[home]
-        pile.size -= 1
-        if not pile.size:
-            del self._piles[home]
+    def _file(self, home: int, block_id: int, length: int, value: Hash, block: B) -> None:
+        pile = self._pile(home)
+        if length > pile.least and pile.blocks:
+            pile.tidy = False
+        pile.least = length
+        pile.blocks[block_id] = (length, value, block)
+        self.homes[block_id] = home

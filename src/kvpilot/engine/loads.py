@@ -8,6 +8,7 @@ starts a slice only when no user's request waits.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +64,13 @@ class Loader:
         self._numbers = 0
         self.slices = 0
         self.cancelled = 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Contexts come from below in whole multiples of so many tokens."""
+        size = int(self._scheduler.block_size)
+        adapter = getattr(self._scheduler.connector, "scheduler_adapter", None)
+        return math.lcm(size, int(getattr(adapter, "lmcache_tokens_per_chunk", size)))
 
     @property
     def busy(self) -> bool:

@@ -76,18 +76,22 @@ def _wire_scheduler() -> None:
 
 def _wire_engine() -> None:
     """The engine's process answers commands from the API server's, and from its own port."""
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     from kvpilot.engine.port import open_port, utility
 
     EngineCore.kvpilot_command = utility
-    stock = EngineCore.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        open_port(self)
+    def opening(stock: Any) -> Any:
+        def run_busy_loop(self: Any) -> None:
+            open_port(self)
+            stock(self)
 
-    EngineCore.__init__ = init
+        return run_busy_loop
+
+    # Plug-ins are loaded inside the engine's constructor: the loop is the first that can still be changed.
+    for kind in (EngineCoreProc, DPEngineCoreProc):
+        kind.run_busy_loop = opening(kind.run_busy_loop)
 
 
 def _wire_route() -> None:

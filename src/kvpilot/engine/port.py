@@ -28,7 +28,7 @@ def utility(engine: Any, raw: bytes) -> Any:
     """A method for ``EngineCore``: the outcome's JSON, or a future of it."""
     inside = getattr(engine.scheduler, "kvpilot", None)
     if inside is None:
-        return dump({"error": "kvpilot is not active in this engine: see its log"})
+        return dump({"detail": "kvpilot is not active in this engine: see its log"})
     future: Future[bytes] = Future()
     inside.execute(bytes(raw), future.set_result)
     return future.result() if future.done() else future
@@ -79,4 +79,4 @@ def _ask(engine: Any, raw: bytes) -> bytes:
     try:
         return future.result(WAIT_S)
     except TimeoutError:
-        return dump({"error": f"the engine did not answer within {WAIT_S:.0f} s"})
+        return dump({"detail": f"the engine did not answer within {WAIT_S:.0f} s"})

@@ -11,10 +11,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from kvpilot.engine.commands import CommandError, EngineCommand, Kind, parse_command
+from kvpilot.engine.commands import PATH, CommandError, EngineCommand, Kind, parse_command
 from kvpilot.engine.wire import dump, load
 
-PATH = "/kvpilot/v1/engine"
 MAX_BODY = 8 * 2**20
 
 
@@ -41,11 +40,11 @@ class ControlRoute:
         async for part in request.stream():
             raw += part
             if len(raw) > MAX_BODY:
-                return _reply(413, dump({"error": f"a command has at most {MAX_BODY} bytes"}))
+                return _reply(413, dump({"detail": f"a command has at most {MAX_BODY} bytes"}))
         try:
             parse_command(bytes(raw))
         except CommandError as error:
-            return _reply(400, dump({"error": str(error)}))
+            return _reply(400, dump({"detail": str(error)}))
         return await self._answer(request, bytes(raw))
 
     async def _answer(self, request: Request, raw: bytes) -> Response:
@@ -54,12 +53,12 @@ class ControlRoute:
         if state.kvpilot_keys and not any(
             hmac.compare_digest(told, key.encode()) for key in state.kvpilot_keys
         ):
-            return _reply(401, dump({"error": "this engine asks for its API key: Authorization: Bearer …"}))
+            return _reply(401, dump({"detail": "this engine asks for its API key: Authorization: Bearer …"}))
         engine = state.kvpilot_engine
         if engine is None:
-            return _reply(503, dump({"error": "there is no engine behind this server"}))
+            return _reply(503, dump({"detail": "there is no engine behind this server"}))
         answer = bytes(await engine.engine_core.call_utility_async("kvpilot_command", raw))
-        return _reply(503 if "error" in load(answer) else 200, answer)
+        return _reply(503 if "detail" in load(answer) else 200, answer)
 
 
 def _reply(status: int, body: bytes) -> Response:

@@ -147,7 +147,7 @@ class Gateway:
         raw = b"".join([chunk async for chunk in self._body(call, receive)])
         began = time.perf_counter()
         ask = self._tools.questions.allowed() if call.path in WITH_IDS else ()
-        request = prepare(raw, call.headers, tenant, ask=ask)
+        request = prepare(raw, call.headers, tenant, ask=ask, plugin=self._config.engine.plugin)
         if request.hints.dropped:
             self._metrics.hints_dropped.inc(len(request.hints.dropped))
             log.info("session %s: dropped %s", request.hints.session.id, "; ".join(request.hints.dropped))

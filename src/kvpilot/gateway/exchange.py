@@ -128,7 +128,8 @@ class Exchange:
         if not refused:
             return await self._send(request)
         keep = tuple(name for name in self._tools.questions.allowed() if name not in refused)
-        self._request = prepare(self._raw, self._call.headers, self._tenant, ask=keep)
+        plugin = self._tools.config.engine.plugin
+        self._request = prepare(self._raw, self._call.headers, self._tenant, ask=keep, plugin=plugin)
         reply = await self._send(self._request)
         if reply.status == 200:
             self._tools.questions.refuse(refused)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvpilot.domain import SignalKind
+from kvpilot.engine.hints import NAME as PLUGIN
 from kvpilot.gateway.errors import bad_salt, not_an_object
 from kvpilot.gateway.tenants import DEFAULT_TENANT, tenant_salt
 from kvpilot.hints import HintRequest, Hints, read_hints
@@ -14,6 +16,7 @@ from kvpilot.hints import HintRequest, Hints, read_hints
 TOKEN_IDS = "return_token_ids"
 USAGE = "stream_options"
 HASHES = "chunk_hashes"
+PARAMS = "kv_transfer_params"
 
 Fields = dict[str, msgspec.Raw]
 
@@ -38,12 +41,18 @@ class Prepared:
 
 
 def prepare(
-    raw: bytes, headers: Mapping[str, str], tenant: str, *, ask: Collection[str] = (TOKEN_IDS, USAGE)
+    raw: bytes,
+    headers: Mapping[str, str],
+    tenant: str,
+    *,
+    ask: Collection[str] = (TOKEN_IDS, USAGE),
+    plugin: bool = False,
 ) -> Prepared:
     """Parse ``raw`` and decide what to forward. Values the gateway does not care about are copied verbatim.
 
     A body that is not a JSON object goes to the engine as it is: the engine has its own words for that.
-    Only a named tenant's is refused (GatewayError 400), as it could not be salted and would share KV.
+    Only a named tenant's is refused (GatewayError 400), as it could not be salted and would share KV. With
+    ``plugin`` the engine is told what of the hints concerns its own pool.
     """
     try:
         fields = _FIELDS.decode(raw)
@@ -56,9 +65,12 @@ def prepare(
     chunk_hashes = _take_hash_request(changed)
     stream = _is(fields.get("stream"), b"true")
     added = _apply_questions(changed, ask, stream)
+    hints = read_hints(HintRequest(fields, headers, tenant, salt, raw))
+    if plugin:
+        _tell_plugin(changed, hints)
     return Prepared(
         body=_with_changes(raw, fields, changed),
-        hints=read_hints(HintRequest(fields, headers, tenant, salt, raw)),
+        hints=hints,
         salt=salt,
         model=_text(fields.get("model")),
         stream=stream,
@@ -99,15 +111,32 @@ def _apply_salt(fields: Fields, tenant: str) -> str:
     return salt
 
 
+def _tell_plugin(fields: Fields, hints: Hints) -> None:
+    """What kvpilot's plug-in in the engine reads beside the session's id, which goes in a header."""
+    kinds = {signal.kind for signal in hints.signals}
+    told = {
+        "parent": hints.session.parent or "",
+        "retain_s": hints.retention.ttl_s if hints.retention is not None else 0.0,
+        "supersedes": SignalKind.COMPACTED in kinds,
+        "last": SignalKind.END in kinds,
+    }
+    told = {name: value for name, value in told.items() if value}
+    params = {} if _is_null(fields.get(PARAMS)) else _object(fields[PARAMS])
+    if hints.session.id is None or not told or params is None:
+        return
+    params[PLUGIN] = msgspec.Raw(msgspec.json.encode(told))
+    fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
+
+
 def _take_hash_request(fields: Fields) -> bool:
     """Whether the client wants chunk hashes; the question is ours and does not reach the engine."""
-    params = _object(fields.get("kv_transfer_params"))
+    params = _object(fields.get(PARAMS))
     if params is None or not _is(params.pop(HASHES, None), b"true"):
         return False
     if params:
-        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(params))
+        fields[PARAMS] = msgspec.Raw(msgspec.json.encode(params))
     else:
-        del fields["kv_transfer_params"]
+        del fields[PARAMS]
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
@@ -18,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpilot import __version__
+from kvpilot.backends.base import BackendError
+from kvpilot.backends.engine_plugin import EnginePlugin, EngineState
 from kvpilot.config import Config, is_loopback
 from kvpilot.stack import StackError, models, plan, preflight
 from kvpilot.stack.engine_env import PINS, find_engine_python, installed_versions
@@ -168,7 +171,32 @@ def _services(config: Config, *, expected: bool) -> Iterator[Finding]:
             yield Finding(
                 "KV events", "warn", "engine.kv_events is not set: what the device holds stays unknown"
             )
+        yield _plugin(config)
     yield from cache_layer(config, absent)
+
+
+def _plugin(config: Config) -> Finding:
+    """Which of kvpilot's depths an engine that answers has: whether it runs the plug-in, and with what."""
+
+    async def ask() -> EngineState | None:
+        plugin = EnginePlugin.from_config(config)
+        try:
+            return await plugin.state()
+        finally:
+            await plugin.close()
+
+    wanted: Verdict = "warn" if config.engine.plugin else "ok"
+    try:
+        state = asyncio.run(ask())
+    except BackendError as error:
+        return Finding("plug-in", "warn", str(error))
+    if state is None:
+        return Finding("plug-in", wanted, "none: the device pool is left to vLLM (docs/engine.md)")
+    if not state.active:
+        return Finding("plug-in", "warn", f"off: {state.reason}")
+    events = "KV events" if state.events else "no KV events"
+    below = f"prefetch through {state.connector}" if state.connector else "no connector, so no prefetch"
+    return Finding("plug-in", "ok", f"{state.kvpilot} in {state.scheduler}, {below}, {events}")
 
 
 def cache_layer(config: Config, absent: Verdict = "warn") -> Iterator[Finding]:

@@ -61,6 +61,11 @@ def device_bytes(config: Config, size: ModelSize) -> int:
     return device_blocks(config) * config.engine.block_size * (size.kv_bytes_per_token or 0)
 
 
+def plugin_folder(config: Config) -> Path:
+    """Where vLLM finds kvpilot's plug-in."""
+    return config.state_dir / "engine-plugin"
+
+
 def http_base(host: str, port: int) -> str:
     """URL under which a service listening on ``host`` is reached from this machine."""
     reach = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
@@ -130,6 +135,8 @@ def _vllm_spec(config: Config, python: Path, size: ModelSize, quiet: Mapping[str
         "TORCHINDUCTOR_CACHE_DIR": str(_cache_home() / "torchinductor"),
         "VLLM_SERVER_DEV_MODE": "1" if engine.dev else "0",
     }
+    if engine.plugin:
+        env.update(KVPILOT="1", PYTHONPATH=str(plugin_folder(config)))
     if Path(engine.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     transfer = {

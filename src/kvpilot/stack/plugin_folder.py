@@ -14,9 +14,8 @@ import kvpilot
 ENTRY_POINT = "kvpilot = kvpilot.engine.plugin:register"
 
 
-def make_plugin_folder(parent: Path) -> Path:
-    """Make (or bring up to date) ``parent/engine-plugin``; returns it. Raises OSError."""
-    folder = parent / "engine-plugin"
+def make_plugin_folder(folder: Path) -> Path:
+    """Make ``folder``, or bring it up to date; returns it. Raises OSError."""
     package = Path(kvpilot.__file__).resolve().parent
     link = folder / "kvpilot"
     info = folder / "kvpilot.dist-info"

@@ -17,6 +17,7 @@ from kvpilot.config import Config, dump_config
 from kvpilot.link import make_runtime_dir, runtime_dir
 from kvpilot.stack import StackError, models, plan, preflight
 from kvpilot.stack.engine_env import find_engine_python
+from kvpilot.stack.plugin_folder import make_plugin_folder
 
 Say = Callable[[str], None]
 
@@ -67,6 +68,8 @@ def prepare(config: Config, *, embedded: bool, say: Say) -> Prepared:
         preflight.check_memory(config, size)
         for folder in (config.state_dir / "disk", make_runtime_dir(config) / "tmp"):
             folder.mkdir(parents=True, exist_ok=True)
+        if config.engine.plugin:
+            make_plugin_folder(plan.plugin_folder(config))
         engines = plan.engine_specs(config, python, size)
     else:
         config = _resolve_served(config)
