@@ -62,10 +62,11 @@ class HazardModel:
         rows = [self._row(name) for name in features]
         weights, squares = self._weights[rows], self._squares[rows]
         slope = np.zeros(BINS)
-        slope[first : last + 1] = _sigmoid(_logits(weights.sum(axis=0, dtype=np.float64)))[first : last + 1]
+        slope[first : last + 1] = _sigmoid(_logits(weights.sum(axis=0, dtype=np.float64))[first : last + 1])
         if ended:
             slope[last] -= 1.0
-        gradient = np.concatenate((slope, np.add.reduceat(slope, _STARTS), [slope.sum()]))
+        gradient = np.empty(COLUMNS, dtype=np.float32)
+        gradient[:BINS], gradient[BINS:-1], gradient[-1] = slope, np.add.reduceat(slope, _STARTS), slope.sum()
         squares *= FORGET
         np.maximum(squares, FIRST_SQUARES, out=squares)
         squares += np.square(gradient)

@@ -66,7 +66,8 @@ class Kvpilot(ContextPolicy):
         return np.where(held + rates > 0.0, held + rates, cache.last_used[leaves] + NOBODY)
 
     def newcomer(self, request: Request, now: float) -> float:
-        return float(self.worths(now)[request.context])
+        # All worths are only looked up where something has to make way.
+        return self.forecaster.worth(request.context, now)
 
     def worths(self, now: float) -> Floats:
         """By conversation: returns per second that a unit of room held for it brings."""
