@@ -30,7 +30,7 @@ from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.workload import ROOT, Floats
 from kvpilot.sim.workload import Ints as NodeInts
 
-FIRST_TICK_S = 0.4
+FIRST_TICK_S = 0.1
 LAST_TICK_S = 60.0
 
 
@@ -185,6 +185,11 @@ class PlannedNode(Node):
             cache.end(call, request.tip, reply.tip, context, now, policy.scores, worth)
         if latest:
             caches[-1].follow(request.context, reply.tip, now)
+            # The engine still has all of it: what was not worth a place while it ran may be now.
+            depth = self._workload.depth(reply.tip)
+            caches[0].bring(
+                request.context, reply.tip, depth, now, self._policies[self._order[0]].scores, worth
+            )
             self._tips[request.context] = reply.tip
             self._keep_a_copy(request.context, reply.tip)
         self._unfinished -= 1
