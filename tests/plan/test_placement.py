@@ -261,6 +261,14 @@ def test_shared_chunks_count_for_all_who_hold_them() -> None:
     assert said(world.plan()) == [("drop", alone, "host", 20)]
 
 
+def test_a_beginning_that_new_conversations_have_stays_when_nobody_holds_it() -> None:
+    world = contexts(30, 30, 30, host=3, drop_above=0.8, drop_to=0.6)
+    world.worth[:] = 0.0, 0.001, 0.002
+    world.holdings.release(0)
+    world.holdings.arrivals[0] = 0.01
+    assert said(world.plan()) == [("drop", 1, "host", 30)]
+
+
 def test_wishes_are_heard_up_to_a_tenants_part_and_are_no_lock() -> None:
     world = contexts(30, 30, 30, host=3, drop_above=0.8, drop_to=0.4)
     world.worth[:] = 0.001, 0.002, 0.003

@@ -37,6 +37,9 @@ class Holdings:
         """Requests under way whose context has the run."""
         self.busy = np.zeros(64, dtype=bool)
         """An action on the run is under way, or was tried a moment ago: it is left alone."""
+        self.arrivals: Floats = np.zeros(64)
+        """Conversations a second that begin with the run and are not there yet
+        (:meth:`kvpilot.forecast.arrivals.Arrivals.rates`)."""
         self.here = np.zeros((len(self.tiers), 64), dtype=np.int64)
         """[tiers, runs] leading chunks of the run that are readable there."""
         self.contexts = 0
@@ -64,7 +67,7 @@ class Holdings:
                 self._grow_runs()
         self.above[run], self.chunks[run], self.tenant[run] = above, chunks, tenant
         self.depth[run] = 0 if above == NOTHING else self.depth[above] + 1
-        self.running[run], self.busy[run], self._followers[run] = 0, False, 0
+        self.running[run], self.busy[run], self._followers[run], self.arrivals[run] = 0, False, 0, 0.0
         self.here[:, run] = 0
         if above != NOTHING:
             self._followers[above] += 1
@@ -81,7 +84,7 @@ class Holdings:
             raise ValueError(f"run {run} is still rested on")
         if self.above[run] != NOTHING:
             self._followers[self.above[run]] -= 1
-        self.chunks[run], self.here[:, run] = 0, 0
+        self.chunks[run], self.here[:, run], self.arrivals[run] = 0, 0, 0.0
         self._vacant.append(run)
 
     def lies(self, run: int, tier: Tier, chunks: int) -> None:
@@ -130,9 +133,10 @@ class Holdings:
         return int(self.here[tier, : self.runs].sum())
 
     def joined(self, worth: Floats) -> Floats:
-        """Worth by context [contexts] → by run [runs]: that of all who hold it added up. O(runs · depth)."""
+        """Worth by context [contexts] → by run [runs]: that of all who hold it, and of those who will begin with
+        it, added up. O(runs · depth)."""
         n = self.runs
-        out = np.zeros(n)
+        out = self.arrivals[:n].copy()
         rests = self.rests_on[: self.contexts]
         held = rests != NOTHING
         out += np.bincount(rests[held], weights=worth[held], minlength=n)[:n]
@@ -163,7 +167,17 @@ class Holdings:
             yield np.flatnonzero(depth == level)
 
     def _grow_runs(self) -> None:
-        for name in ("above", "depth", "chunks", "tenant", "running", "busy", "here", "_followers"):
+        for name in (
+            "above",
+            "depth",
+            "chunks",
+            "tenant",
+            "running",
+            "busy",
+            "arrivals",
+            "here",
+            "_followers",
+        ):
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros_like(column)), axis=-1))
 
