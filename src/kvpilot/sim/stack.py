@@ -6,15 +6,17 @@ make of it, so that it can be held against them (``kvpilot bench agreement``):
 * The device pool is an LRU of blocks. A request holds all its blocks to its end; freed ones get old from the tail.
 * Below there are chunks of several blocks. What a request finds is the longest run of chunks that host memory or disk
   has, or what the device has if that is longer. Chunks read from disk only pass through host memory, all at once: where
-  it has no room for them, what lies before the first of them is found.
-* What LMCache did not find is stored when computed, in batches of an engine step, first in host memory and from there
-  on disk. A batch for which host memory has no room is lost. Where LMCache finds nothing of a prompt, its connector
-  does not count what the device had: it stores that many tokens fewer.
+  it has no room for them, what lies before the first of them is found. Until its first token a request keeps what it
+  waits to read, copies from disk too.
+* What LMCache did not find is stored with the first token, the reply at its end, in batches of an engine step, first in
+  host memory and from there on disk. A batch for which host memory has no room is lost. Where LMCache finds nothing of
+  a prompt, its connector does not count what the device had: it stores that many tokens fewer.
 * Once a second a tier that is filled above its watermark gives up a share of its chunks, least recently used first.
 * With ``acts`` kvpilot's coordinator drops from host memory and disk what no live context references any more, at the
   end of the request or with the signal that made it so; a finished tool brings its context from disk to host memory.
 
-Left out: the queue for a full device pool, the time that stores and deletions take, requests that fail.
+Left out: the queue for a full device pool, the engine's steps (nothing is looked up while one runs), the time that
+stores and deletions take, what kvpilot places in host memory without a signal, requests that fail.
 """
 
 from __future__ import annotations
