@@ -125,9 +125,12 @@ class Inside:
         if self.off:
             return
         self.off = reason
-        self._running.clear()
-        uninstall(self.pool)
         log.error("kvpilot turned itself off, vLLM goes on without it: %s", reason)
+        self._running.clear()
+        try:
+            self.loader.abandon(f"kvpilot turned itself off: {reason}")
+        finally:
+            uninstall(self.pool)
 
     # ------------------------------------------------------------ commands
 

@@ -95,6 +95,18 @@ class Loader:
             if load.context is context:
                 load.cancelled = reason
 
+    def abandon(self, reason: str) -> None:
+        """End all loads, in whatever state they are; vLLM frees what a slice under way holds once it has arrived."""
+        while self._queue:
+            load = self._queue.popleft()
+            if load.request is not None:
+                self._scheduler.finish_requests(load.request.request_id, RequestStatus.FINISHED_ABORTED)
+            load.reply(
+                EngineOutcome(
+                    kind=load.command.kind, status=OutcomeStatus.FAILED, id=load.command.id, reason=reason
+                )
+            )
+
     def step(self, now: float) -> None:
         while self._queue and self._advance(self._queue[0], now):
             self._queue.popleft()
