@@ -132,6 +132,15 @@ def test_who_is_expected_soon_ranks_above_who_left_earlier_or_later() -> None:
     assert order(book, 100.0)[-1] == "soon"
 
 
+def test_who_is_due_any_moment_ranks_above_who_has_just_left_for_a_while() -> None:
+    book = Book(SIZE, 100)
+    turn(book, "due", chain("a"), 0.0)
+    turn(book, "just left", chain("b"), 99.0)
+    book.due(("", "due"), until=110.0)
+    assert order(book, 100.0)[-1] == "due"
+    assert order(book, 111.0)[-1] == "just left"
+
+
 def test_sessions_away_for_long_rank_below_those_that_just_left() -> None:
     book = Book(SIZE, 100)
     turn(book, "yesterday", chain("a"), 0.0)

@@ -73,6 +73,7 @@ class Session:
     retained_at: float = 0.0
     demoted: bool = False
     expected_at: float = 0.0
+    due_until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +136,7 @@ class Book:
         if parent and (key[0], parent) != key:
             session.parent = (key[0], parent)
         session.demoted = False
-        session.expected_at = 0.0
+        session.expected_at = session.due_until = 0.0
         context = self._going_on(session, hashes) or self._new_context(session)
         if supersedes:
             for other in [c for c in session.contexts if c is not context and not c.running]:
@@ -181,6 +182,13 @@ class Book:
             session.demoted = False
             self._ranking = None
 
+    def due(self, key: SessionKey, until: float) -> None:
+        """Somebody says that the session's next request comes any moment, up to then."""
+        if (session := self._sessions.get(key)) is not None:
+            session.due_until = until
+            session.demoted = False
+            self._ranking = None
+
     def end(self, key: SessionKey, *, tree: bool = False) -> list[Hash]:
         """The session is over (and its descendants); returns the claims that were given up, without repeats."""
         lost: dict[Hash, None] = {}
@@ -210,7 +218,7 @@ class Book:
         """Nobody expects the session soon: until its next request its blocks go before other sessions'."""
         if (session := self._sessions.get(key)) is not None:
             session.demoted = True
-            session.retained_until = session.expected_at = 0.0
+            session.retained_until = session.expected_at = session.due_until = 0.0
             self._ranking = None
 
     def retain(self, key: SessionKey, until: float, now: float) -> bool:
@@ -304,6 +312,8 @@ class Book:
                 worth = curves[session.parent is not None].worth_at(now - context.waits_since)
                 if session.expected_at > 0 and session.contexts[-1] is context:
                     worth = max(worth, _announced(session.expected_at - now))
+                if session.due_until > now and session.contexts[-1] is context:
+                    worth = max(worth, _announced(0.0))
             ranks[number] = (level, worth, context.used_at, number)
         return ranks
 

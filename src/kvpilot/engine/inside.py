@@ -35,6 +35,8 @@ from kvpilot.engine.wire import dump
 log = logging.getLogger("vllm.kvpilot")
 
 TICK_S = 1.0
+DUE_S = 10.0
+"""For so long a session that somebody has prefetched counts as about to return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ class Inside:
         if len(context.hashes) * self.book.block_tokens < goal:
             self.book.claim_again(context, self.hashes_of(tokens, context.origin))
         if context.session is not None:
-            self.book.expect(context.session.key, now + 1.0)
+            self.book.due(context.session.key, now + DUE_S)
         self.loader.submit(Load(command, context, tokens, goal, reply, now))
 
     def _context_of(
