@@ -1,0 +1,132 @@
+"""A whole stack whose vLLM runs the plug-in: commands, prefetch into the device pool, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvpilot.bench.processes import free_port
+from kvpilot.config import Config
+from kvpilot.engine.commands import PATH
+from kvpilot.engine.port import VARIABLE
+from kvpilot.stack.doctor import diagnose
+from kvpilot.stack.launch import Endpoints, launch, with_free_ports
+from tests.e2e.peers import chat, http, words
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
+
+_HITS = re.compile(r"^vllm:(external_)?prefix_cache_hits_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def plugged(
+    engine_config: Config, port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Endpoints]:
+    config = with_free_ports(engine_config).with_overrides(
+        engine={"plugin": True, "kv_events": "", "kv_events_replay": ""},
+        state={"dir": str(tmp_path_factory.mktemp("plugged"))},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, f"tcp://127.0.0.1:{port}")
+        with launch(config, wait_s=900) as endpoints:
+            yield endpoints
+
+
+def engine(stack: Endpoints, **command: Any) -> Any:
+    return http(f"{stack.engine_url}{PATH}", command or None)
+
+
+def hits(stack: Endpoints) -> dict[str, float]:
+    with urllib.request.urlopen(f"{stack.engine_url}/metrics", timeout=30) as reply:
+        found = dict(_HITS.findall(reply.read().decode()))
+    return {"device": float(found.get("", 0)), "below": float(found.get("external_", 0))}
+
+
+def a_session(stack: Endpoints, tag: str) -> list[dict[str, str]]:
+    """A context of some 3,000 tokens, pushed out of the device pool by other sessions' contexts."""
+    messages = [{"role": "user", "content": words(tag, 330)}]
+    chat(stack, messages, tag)
+    for i in range(3):
+        chat(stack, [{"role": "user", "content": words(f"{tag}-other-{i}", 700)}], f"{tag}-other-{i}")
+    return [*messages, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "go on"}]
+
+
+def test_doctor_says_what_is_active(plugged: Endpoints) -> None:
+    [finding] = [f for f in diagnose(plugged.config) if f.check == "plug-in"]
+    assert finding.verdict == "ok"
+    assert "SessionAware" in finding.detail and "prefetch through LMCacheMPConnector" in finding.detail
+
+
+def test_a_prefetched_session_is_found_in_the_device_pool(plugged: Endpoints) -> None:
+    tag = uuid.uuid4().hex[:8]
+    messages = a_session(plugged, tag)
+    outcome = engine(plugged, kind="prefetch", session=tag, id="mine")
+    assert (outcome["id"], outcome["status"]) == ("mine", "done"), outcome
+    assert outcome["confirmed"] == outcome["planned"] >= 40
+    before = hits(plugged)
+    usage = chat(plugged, messages, tag)["usage"]
+    after = hits(plugged)
+    assert after["device"] - before["device"] >= 64 * outcome["confirmed"]
+    assert after["below"] == before["below"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 64 * outcome["confirmed"]
+
+
+def test_tokens_alone_can_be_prefetched_for_a_session_the_engine_does_not_know(plugged: Endpoints) -> None:
+    tag = uuid.uuid4().hex[:8]
+    a_session(plugged, tag)
+    prompt = [{"role": "user", "content": words(tag, 330)}]
+    tokens = http(f"{plugged.engine_url}/tokenize", {"model": "m16k", "messages": prompt})["tokens"]
+    assert engine(plugged, kind="evict", session=tag)["status"] in ("done", "clipped")
+    outcome = engine(plugged, kind="prefetch", session=f"{tag}-again", tokens=tokens)
+    assert outcome["status"] == "done" and outcome["loaded"] > 0, outcome
+
+
+def test_a_request_that_comes_while_its_session_is_loaded_is_answered(plugged: Endpoints) -> None:
+    tag = uuid.uuid4().hex[:8]
+    messages = a_session(plugged, tag)
+    command = json.dumps({"kind": "prefetch", "session": tag}).encode()
+    request = urllib.request.Request(
+        f"{plugged.engine_url}{PATH}", command, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer = chat(plugged, messages, tag)
+        outcome = json.load(reply)
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    assert outcome["status"] in ("done", "clipped")
+
+
+def test_what_is_no_command_gets_a_clear_error_and_an_unknown_session_is_missing(plugged: Endpoints) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        engine(plugged, kind="evict")
+    assert refused.value.code == 400
+    assert "names a session" in json.load(refused.value)["detail"]
+    assert engine(plugged, kind="evict", session="nobody")["status"] == "missing"
+
+
+def test_the_control_route_is_not_reached_through_the_gateway(plugged: Endpoints) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        http(f"{plugged.gateway_url}{PATH}")
+    assert refused.value.code == 404
+
+
+def test_the_internal_port_takes_the_same_commands(plugged: Endpoints, port: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.linger, socket.rcvtimeo = 0, 20_000
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(b'{"kind": "status"}')
+        assert json.loads(socket.recv())["active"] is True
+        socket.send(b"nonsense")
+        assert "not JSON" in json.loads(socket.recv())["detail"]
