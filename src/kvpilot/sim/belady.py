@@ -4,7 +4,7 @@ Of the chunks that are there or could be, those used again soonest are kept; a c
 the rule for single chunks, yet a chunk is used whenever its successors are, so it never drops a chunk before those
 behind it: all that is next used by call *c* lies on the path of *c*, as one run ``[low, high)`` of its chunks. A
 request therefore costs a few runs, not its chunks. Nothing is pinned: what a running request uses may go, as only
-the next use counts.
+the next use counts; at the end of its reply all of its context is there to be kept once more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpilot.sim.events import Event, EventKind
 from kvpilot.sim.outcome import Level, Outcome
-from kvpilot.sim.workload import ROOT, Ints, Workload
+from kvpilot.sim.workload import Ints, Workload
 
 _Run = tuple[int, int, int]
 """(first chunk, end, the call that uses it next)"""
@@ -28,7 +28,6 @@ class NextUses:
         self.never = workload.calls
         self.after_request: list[list[_Run]] = [[] for _ in range(workload.calls)]
         self.after_end: list[list[_Run]] = [[] for _ in range(workload.calls)]
-        """Of the reply's chunks, with the prompt's last chunk in front."""
         following = np.full(len(workload.size), self.never, dtype=np.int32)
         prompt_tip, context_tip = workload.prompt_tip.tolist(), workload.context_tip.tolist()
         for event in reversed(events):
@@ -37,13 +36,9 @@ class NextUses:
                 path = np.array(workload.path(prompt_tip[call]), dtype=np.int32)
                 self.after_request[call] = _runs(workload, path, following)
                 following[path] = call
-            elif event.kind is EventKind.END and context_tip[call] != prompt_tip[call]:
-                path = np.array(workload.path(context_tip[call], above=prompt_tip[call]), dtype=np.int32)
-                runs = _runs(workload, path, following)
-                if prompt_tip[call] != ROOT:
-                    low = runs[0][0]
-                    runs.insert(0, (low - 1, low, int(following[prompt_tip[call]])))
-                self.after_end[call] = runs
+            elif event.kind is EventKind.END:
+                path = np.array(workload.path(context_tip[call]), dtype=np.int32)
+                self.after_end[call] = _runs(workload, path, following)
 
 
 def _runs(workload: Workload, path: Ints, following: Ints) -> list[_Run]:
@@ -68,12 +63,7 @@ def belady(workload: Workload, events: list[Event], uses: NextUses, capacity: in
             for low, high, following in uses.after_request[call]:
                 kept.add(low, high, following, known=int(hits[call]))
         elif event.kind is EventKind.END:
-            runs = uses.after_end[call]
-            if runs and runs[0][0] > 0:
-                before, *runs = runs
-                if not kept.has(before):
-                    runs = []
-            for low, high, following in runs:
+            for low, high, following in uses.after_end[call]:
                 kept.add(low, high, following, known=0)
         level.set(kept.used, event.at)
     return Outcome(hits, level.mean, level.peak, kept.written)
@@ -87,10 +77,6 @@ class _Kept:
         self._capacity, self._never = capacity, never
         self._runs: dict[int, tuple[int, int]] = {}
         self._farthest: list[int] = []
-
-    def has(self, run: _Run) -> bool:
-        """Whether the run, which ends where another one is to go on, is here."""
-        return self._runs.get(run[2], (0, 0))[1] >= run[1]
 
     def take(self, call: int) -> int:
         """The call uses what was kept for it: how many leading chunks."""
@@ -114,7 +100,9 @@ class _Kept:
         self._shrink()
         run = self._runs.get(call)
         if run is not None:
-            self.written += max(0, min(run[1], high) - max(low, known))
+            first, end = max(low, known), min(run[1], high)
+            there = max(0, min(end, before[1]) - max(first, before[0])) if before else 0
+            self.written += max(0, end - first) - there
 
     def _shrink(self) -> None:
         while self.used > self._capacity:

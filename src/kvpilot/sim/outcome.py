@@ -38,4 +38,5 @@ class Level:
     @property
     def mean(self) -> float:
         lasted = self._since - (self._began or 0.0)
-        return self._area / lasted if lasted > 0 else float(self._value)
+        # Rounding aside, no mean is above the peak.
+        return min(self._area / lasted, float(self.peak)) if lasted > 0 else float(self._value)
