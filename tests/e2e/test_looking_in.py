@@ -36,9 +36,9 @@ def test_a_session_and_its_chunks_are_explained(stack: Endpoints, kvpilot: Run) 
 
 def test_what_passed_through_is_a_trace(stack: Endpoints) -> None:
     first = {"role": "user", "content": words("recorded", 100)}
-    reply = chat(stack, [first], "recorded", ignore_eos=True)["choices"][0]["message"]["content"]
+    reply = chat(stack, [first], "written-down", ignore_eos=True)["choices"][0]["message"]["content"]
     grown = [first, {"role": "assistant", "content": reply}, {"role": "user", "content": "and then?"}]
-    usage = [chat(stack, grown, "recorded", max_tokens=n, ignore_eos=True)["usage"] for n in (5, 6)]
+    usage = [chat(stack, grown, "written-down", max_tokens=n, ignore_eos=True)["usage"] for n in (5, 6)]
     folder = stack.config.coordinator.record
 
     def recorded() -> TraceSession | None:
@@ -56,4 +56,4 @@ def test_what_passed_through_is_a_trace(stack: Endpoints) -> None:
     ]
     assert lengths[1:] == [used["prompt_tokens"] for used in usage]
     assert "entry" not in "".join(file.read_text() for file in find_traces(folder))
-    assert json.dumps("recorded") not in "".join(file.read_text() for file in find_traces(folder))
+    assert json.dumps("written-down") not in "".join(file.read_text() for file in find_traces(folder))
