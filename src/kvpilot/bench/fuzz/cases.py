@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from random import Random
@@ -245,7 +245,7 @@ def _edit(random: Random) -> dict[str, Any]:
     return edit | {name: value for name, value, share in amounts if random.random() < share}
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _talk(path: str, conversation: int, turn: int) -> str:
     """The first turns of a conversation as JSON, made once: most cases bend other things than these."""
     return json.dumps(_messages(path, conversation, turn))
