@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot.context.messages import common_prefix
 from kvpilot.engine import book as limits
 from kvpilot.engine.book import Book, Context, Hash
 
@@ -179,4 +180,4 @@ def test_who_is_not_heard_of_for_hours_is_forgotten() -> None:
 def test_common_blocks_is_the_common_prefix(one: list[str], other: list[str]) -> None:
     plain = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     want = min(len(one), len(other)) if plain is None else plain
-    assert limits.common_blocks(chain(*one), chain(*other)) == want
+    assert common_prefix(chain(*one), chain(*other)) == want

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpilot.engine.book import Book, Context, SessionKey, common_blocks
+from kvpilot.context.messages import common_prefix
+from kvpilot.engine.book import Book, Context, SessionKey
 from kvpilot.engine.kept import Kept
 
 SIZE = 4
@@ -172,6 +173,6 @@ def test_blocks_of_contexts_that_came_since_the_last_ranking_are_found_wherever_
 
 
 def test_common_blocks_are_found_by_the_last_that_is_equal() -> None:
-    assert common_blocks(chain("a", "b", "c"), chain("a", "b", "d")) == 2
-    assert common_blocks([], chain("a")) == 0
-    assert common_blocks(chain("a", "b"), chain("a", "b")) == 2
+    assert common_prefix(chain("a", "b", "c"), chain("a", "b", "d")) == 2
+    assert common_prefix([], chain("a")) == 0
+    assert common_prefix(chain("a", "b"), chain("a", "b")) == 2

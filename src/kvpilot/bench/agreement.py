@@ -26,7 +26,7 @@ from kvpilot.config import Config
 from kvpilot.replay.as_recorded import as_recorded
 from kvpilot.replay.driver import TurnRow
 from kvpilot.replay.plan import PlannedSession, ReplayOptions, choose_scale, plan_overlay
-from kvpilot.replay.run import Where, replay_sessions
+from kvpilot.replay.run import replay_sessions, where_is
 from kvpilot.replay.text import TextMaker
 from kvpilot.sim.hardware import PROFILES
 from kvpilot.sim.stack import StackOutcome, StackSizes, run_stack
@@ -205,15 +205,7 @@ def _rows(scenario: Scenario, stack: Endpoints) -> Iterator[ModeRow]:
 
 
 def _replay(scenario: Scenario, stack: Endpoints, mode: str) -> RealRun:
-    engine = stack.config.engine
-    where = Where(
-        gateway_url=stack.gateway_url,
-        control_url=stack.control_url,
-        model=engine.served_model_name,
-        tokenizer=engine.tokenizer or engine.model,
-        max_model_len=engine.max_model_len,
-        control_token=stack.config.coordinator.token,
-    )
+    where = where_is(stack)
     texts = TextMaker.load(where.tokenizer)
     # Texts of its own: nothing of another run can be found.
     run_id = f"a{secrets.token_hex(3)}"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvpilot.cli.options import ConfigOption, OwnStateOption, load
+from kvpilot.cli.options import ConfigOption, JsonFileOption, OwnStateOption, load
 from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 
@@ -33,9 +33,7 @@ def tiers(
         bool,
         typer.Option("--plugin", help="With kvpilot's plug-in in vLLM: the variant kvpilot_device, too."),
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw the results here (PNG).", show_default=False)
     ] = None,
@@ -79,9 +77,7 @@ def gateway(
     growing: Annotated[
         bool, typer.Option(help="Measure how the coordinator keeps up with growing sessions.")
     ] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """What the gateway adds to each request, side by side with vllm-router and LiteLLM."""
     import sys
@@ -105,9 +101,7 @@ def gateway(
 def hints(
     body_kb: Annotated[int, typer.Option(min=4, help="Size of a request's body.")] = 100,
     rounds: Annotated[int, typer.Option(min=100, help="Readings of each request.")] = 2000,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """What reading hints costs: all dialects together, the body already read. Needs no stack."""
     from kvpilot.bench.hints import print_table, run_bench
@@ -125,9 +119,7 @@ def engine(
     steps: Annotated[int, typer.Option(min=0, help="Steps of the cost measurement; 0 = none.")] = 2000,
     running: Annotated[int, typer.Option(min=1, help="Requests that run at once there.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the soak: equal seeds, equal work.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
     config: ConfigOption = None,
 ) -> None:
     """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs."""
@@ -165,9 +157,7 @@ def fuzz(
     only: Annotated[
         int | None, typer.Option(min=0, help="Play this one case again and show it.", show_default=False)
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Odd requests and hints against gateway and coordinator, in this process: exit code 1 for any fault."""
     import sys
@@ -198,9 +188,7 @@ def sim(
     pressure: Annotated[float, typer.Option(min=0.01, help="Working set ÷ capacity.")] = 1.0,
     sessions: Annotated[int, typer.Option(min=1, help="Sessions of the trace, at most.")] = 120,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each policy; the fastest counts.")] = 3,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """How many calls a minute the simulator does with each policy. Needs no stack."""
     import sys
@@ -230,9 +218,7 @@ def plan(
     references: Annotated[int, typer.Option(min=1, help="Chunks of all their contexts.")] = 20_000_000,
     decisions: Annotated[int, typer.Option(min=2, help="Decisions to measure.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Of what the sessions do.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """How long the planner takes for a decision with very many sessions. Needs no stack."""
     import sys
@@ -253,9 +239,7 @@ def forecast(
     conversations: Annotated[
         int, typer.Option(min=1, max=100_000, help="How many are there at once.")
     ] = 10_000,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """What a forecast costs, in CPU time. Needs no stack."""
     from kvpilot.bench.forecast import measure, print_table
@@ -270,9 +254,7 @@ def forecast(
 @bench.command()
 def agreement(
     scenario: Annotated[str | None, typer.Option(help="Scenarios, with commas.", show_default="all")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
     config: ConfigOption = None,
     state: OwnStateOption = None,
 ) -> None:

@@ -87,8 +87,7 @@ def session(
     as_json: JsonOption = False,
 ) -> None:
     """Show one session: segments, where each chunk is, what will happen next."""
-    query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-    s = _get(control, config, state, f"/sessions/{quote(session_id)}{query}")
+    s = _get(control, config, state, f"/sessions/{_named(session_id, tenant)}")
     if as_json:
         print(json.dumps(s, indent=2))
         return
@@ -186,13 +185,17 @@ def explain(
         answer = _get(control, config, state, f"/explain/chunks/{target}")
         show = print_chunk
     else:
-        query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-        answer = _get(control, config, state, f"/explain/sessions/{quote(target)}{query}")
+        answer = _get(control, config, state, f"/explain/sessions/{_named(target, tenant)}")
         show = print_session
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
         show(answer, _say)
+
+
+def _named(session: str, tenant: str | None) -> str:
+    """A session as the control API's paths name it."""
+    return quote(session) + (f"?tenant={quote(tenant, safe='')}" if tenant else "")
 
 
 def _get(control: str | None, config: Any, state: Any, path: str) -> Any:

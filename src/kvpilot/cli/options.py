@@ -43,6 +43,10 @@ OwnStateOption = Annotated[
 ]
 """Of commands that start a stack, use it and stop it."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFileOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
+]
+"""Of commands that measure."""
 
 
 def load(config: Path | None, state: Path | None = None, **sections: dict[str, Any]) -> Config:

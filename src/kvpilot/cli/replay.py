@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvpilot.cli.options import ConfigOption, OwnStateOption, load
+from kvpilot.cli.options import ConfigOption, JsonFileOption, OwnStateOption, load
 from kvpilot.cli.output import console
 from kvpilot.cli.user_errors import user_errors
 from kvpilot.config import check_url
@@ -47,9 +46,7 @@ def replay(
     salt: Annotated[
         str, typer.Option(help="Sets this run's texts apart from those of an earlier run on the same stack.")
     ] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results here.", show_default=False)
-    ] = None,
+    json_file: JsonFileOption = None,
     gateway: Annotated[
         str | None,
         typer.Option(help="Gateway of a running stack (default: start one).", show_default=False),

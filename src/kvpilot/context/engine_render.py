@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvpilot.context.render import template_arguments
-from kvpilot.context.tokens import parse_tokens
+from kvpilot.context.tokens import common_tokens, parse_tokens
 from kvpilot.domain import TokenArray
 
 PROMPT_S = 30.0
@@ -95,14 +95,14 @@ class EngineRenderer:
                     tools = _insertion(whole, await self._tokenize(body, messages, None, generation=True))
                 if messages[0].get("role") == "user" and not known:
                     other = [{"role": "user", "content": _STAND_IN}]
-                    first = _common(
+                    first = common_tokens(
                         await self._tokenize(body, other, body.get("tools"), generation=False), prompt
                     )
                 while len(ends) < len(messages):
                     tokens = await self._tokenize(
                         body, messages[: len(ends) + 1], body.get("tools"), generation=False
                     )
-                    shared = _common(tokens, prompt)
+                    shared = common_tokens(tokens, prompt)
                     if shared < len(tokens):
                         inexact.add(len(ends))
                     ends.append(max(shared, ends[-1] if ends else 0))
@@ -141,15 +141,9 @@ class EngineRenderer:
         return tokens
 
 
-def _common(a: TokenArray, b: TokenArray) -> int:
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
-
-
 def _insertion(whole: TokenArray, without: TokenArray) -> tuple[int, int] | None:
     """Where ``whole`` has what ``without`` lacks, when that is one single insertion."""
-    start, length = _common(whole, without), len(whole) - len(without)
+    start, length = common_tokens(whole, without), len(whole) - len(without)
     if length <= 0 or not np.array_equal(whole[start + length :], without[start:]):
         return None
     return start, start + length

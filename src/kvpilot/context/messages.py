@@ -28,7 +28,10 @@ def message_hashes(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def common_prefix(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """How many leading hashes two conversations have in common: 0 = not even the tools, 1 + n messages."""
+    """How many leading hashes two lists have in common, each of which stands for all before it; O(log n).
+
+    Of two conversations: 0 = not even the tools, 1 + n messages.
+    """
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

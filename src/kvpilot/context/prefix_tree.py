@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpilot.context.chunks import HASH_BYTES, ChunkHasher
 from kvpilot.context.hash_index import ABSENT, HashIndex, keys_of
+from kvpilot.context.tokens import common_tokens
 from kvpilot.domain import TokenArray
 
 
@@ -170,7 +171,7 @@ class PrefixTree:
             if child is None:
                 break
             rest = tokens[length : length + len(child.tokens)]
-            same = _common(child.tokens, rest)
+            same = common_tokens(child.tokens, rest)
             node, length = child, length + same
             if length < child.end:
                 break
@@ -259,14 +260,6 @@ class PrefixTree:
             if rehash and not node.children:
                 _require(self._hasher.hashes(self.tokens(node)) == self.hashes(node), f"{where}: hashes")
         _require(total == len(self._index), f"index has {len(self._index)} chunks, the runs {total}")
-
-
-def _common(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common prefix."""
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
 
 
 def _unpack(hashes: bytes) -> list[bytes]:

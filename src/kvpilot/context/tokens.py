@@ -29,6 +29,14 @@ def parse_tokens(text: msgspec.Raw | bytes) -> TokenArray | None:
         return None
 
 
+def common_tokens(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common prefix."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
 class PromptParser:
     """Parses prompts that mostly begin with the one before in their thread: only what a context grew by is read.
 

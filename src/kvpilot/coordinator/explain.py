@@ -28,7 +28,7 @@ class Explainer:
     def session(self, session: Session) -> dict[str, Any]:
         """What it waits for since when, when it is expected and why, what its room is worth, what was decided."""
         now = self._service.clock()
-        upcoming, places = self._upcoming(), self._planner.places(now)
+        upcoming, places = self._outlook()
         threads = session.threads.values()
         return {
             "session": session.id,
@@ -45,7 +45,7 @@ class Explainer:
         """The chunk in each space where it is known: where it lies, who holds it, what that is worth together. Empty
         for one that nobody knows."""
         service, now = self._service, self._service.clock()
-        upcoming, places = self._upcoming(), self._planner.places(now)
+        upcoming, places = self._outlook()
         spaces = set(service.references.spaces_of(chunk)) | set(service.residency.spaces_of(chunk))
         out = []
         for space in sorted(spaces, key=lambda space: (space.model, space.salt, space.adapter)):
@@ -118,8 +118,9 @@ class Explainer:
     def _position(self, chunk: bytes, owners: Sequence[str]) -> int | None:
         return self._service.references.chunks(owners[0]).index(chunk) if owners else None
 
-    def _upcoming(self) -> Sequence[Decision]:
-        return self._planner.decisions() if self._service.mode == "kvpilot" else ()
+    def _outlook(self) -> tuple[Sequence[Decision], dict[str, tuple[int, int]]]:
+        decisions, places = self._planner.outlook()
+        return decisions if self._service.mode == "kvpilot" else (), places
 
 
 def _place(place: tuple[int, int] | None) -> dict[str, int] | None:

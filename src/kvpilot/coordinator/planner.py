@@ -93,11 +93,11 @@ class Planner:
         picture = self._picture(self._service.clock())
         return [] if picture is None else picture.decisions()
 
-    def places(self, now: float) -> dict[str, tuple[int, int]]:
-        """Of each conversation that could be demoted its rank among them, least worth first, and how many there
-        are; empty while nobody knows what is where."""
-        picture = self._picture(now)
-        return {} if picture is None else _places(picture.ranked())
+    def outlook(self) -> tuple[list[Decision], dict[str, tuple[int, int]]]:
+        """What :meth:`decisions` says, and of each conversation that could be demoted its rank among them, least worth
+        first, and how many there are; both empty while nobody knows what is where."""
+        picture = self._picture(self._service.clock())
+        return ([], {}) if picture is None else (picture.decisions(), _places(picture.ranked()))
 
     def _picture(self, now: float) -> Picture | None:
         if self._service.residency.stale(now):

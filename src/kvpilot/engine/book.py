@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from kvpilot.context.messages import common_prefix
 from kvpilot.engine.returns import Returns
 
 SessionKey = tuple[str, str]
@@ -192,7 +193,7 @@ class Book:
     def end(self, key: SessionKey, *, tree: bool = False) -> list[Hash]:
         """The session is over (and its descendants); returns the claims that were given up, without repeats."""
         lost: dict[Hash, None] = {}
-        for session in self.family(key) if tree else [self._sessions[key]] if key in self._sessions else []:
+        for session in self.sessions(key, tree=tree):
             for context in list(session.contexts):
                 lost.update(dict.fromkeys(context.hashes))
                 self._forget(context)
@@ -272,6 +273,13 @@ class Book:
     def get(self, key: SessionKey) -> Session | None:
         return self._sessions.get(key)
 
+    def sessions(self, key: SessionKey, *, tree: bool) -> list[Session]:
+        """The session, with ``tree`` and its descendants; those that are known."""
+        if tree:
+            return self.family(key)
+        session = self._sessions.get(key)
+        return [session] if session is not None else []
+
     def family(self, key: SessionKey) -> list[Session]:
         """A session and its descendants, those that are known."""
         children: dict[SessionKey, list[SessionKey]] = {}
@@ -340,7 +348,7 @@ class Book:
     def _set_claims(self, context: Context, hashes: Sequence[Hash], *, keep_tokens: bool = False) -> None:
         """The context claims exactly these from now on; of its tokens those stay that are still right."""
         old = context.hashes
-        common = common_blocks(old, hashes)
+        common = common_prefix(old, hashes)
         if common == len(old) == len(hashes):
             return
         if not keep_tokens:
@@ -382,7 +390,7 @@ class Book:
         """The idle conversation that a prompt goes on with: the one it shares most with, if that is enough."""
         best, most = None, -1
         for context in session.contexts:
-            common = common_blocks(context.hashes, hashes)
+            common = common_prefix(context.hashes, hashes)
             if not context.running and common > most and common >= GOES_ON * context.prompt_blocks:
                 best, most = context, common
         return best
@@ -424,18 +432,6 @@ class Book:
 
     def contexts(self) -> Iterator[Context]:
         return iter(self._contexts.values())
-
-
-def common_blocks(one: Sequence[Hash], other: Sequence[Hash]) -> int:
-    """How many blocks two contexts share from their heads on; O(log n), as a hash stands for all before it."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _announced(seconds: float) -> float:

@@ -158,7 +158,7 @@ class Inside:
             self._prefetch(command, reply)
             return
         key = (command.salt, command.session)
-        if command.session and not self._known(command, key):
+        if command.session and not self.book.sessions(key, tree=command.tree):
             reply(_outcome(command, OutcomeStatus.MISSING, "the session is not known here"))
             return
         hashes = self._target(command, key)
@@ -170,15 +170,12 @@ class Inside:
         }[command.kind]
         reply(act(command, key, hashes))
 
-    def _known(self, command: EngineCommand, key: SessionKey) -> bool:
-        return bool(self.book.family(key) if command.tree else self.book.get(key))
-
     def _target(self, command: EngineCommand, key: SessionKey) -> list[Hash]:
         """The blocks a command is about, head first."""
         if command.blocks:
             return block_hashes(command)
-        family = self.book.family(key) if command.tree else [self.book.get(key)]
-        contexts = [c for session in family if session is not None for c in session.contexts]
+        sessions = self.book.sessions(key, tree=command.tree)
+        contexts = [context for session in sessions for context in session.contexts]
         if command.start is None and command.end is None:
             return list(dict.fromkeys(value for context in contexts for value in context.hashes))
         latest = self.book.get(key)
@@ -190,8 +187,7 @@ class Inside:
     def _retain(self, command: EngineCommand, key: SessionKey, hashes: list[Hash]) -> EngineOutcome:
         now = self.clock()
         if _whole(command):
-            for session in self.book.family(key) if command.tree else [self.book.get(key)]:
-                assert session is not None
+            for session in self.book.sessions(key, tree=command.tree):
                 self.book.retain(session.key, now + command.ttl_s, now)
         else:
             self.book.retain_blocks(command.salt, hashes, now + command.ttl_s, now)
@@ -200,8 +196,7 @@ class Inside:
 
     def _release(self, command: EngineCommand, key: SessionKey, hashes: list[Hash]) -> EngineOutcome:
         if _whole(command):
-            for session in self.book.family(key) if command.tree else [self.book.get(key)]:
-                assert session is not None
+            for session in self.book.sessions(key, tree=command.tree):
                 self.book.release(session.key)
         elif not self.book.release_blocks(hashes):
             return _outcome(command, OutcomeStatus.MISSING, "nobody asked to retain any of these")
@@ -209,8 +204,7 @@ class Inside:
 
     def _demote(self, command: EngineCommand, key: SessionKey, hashes: list[Hash]) -> EngineOutcome:
         if _whole(command):
-            for session in self.book.family(key) if command.tree else [self.book.get(key)]:
-                assert session is not None
+            for session in self.book.sessions(key, tree=command.tree):
                 self.book.demote(session.key)
             free = [block for value in hashes for block in self._cached(value) if block.ref_cnt == 0]
             used = sum(1 for value in hashes if any(block.ref_cnt for block in self._cached(value)))

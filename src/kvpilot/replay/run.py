@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -22,6 +22,9 @@ from kvpilot.replay.text import TextMaker
 from kvpilot.stack import StackError
 from kvpilot.traces import TraceError, find_trace, overlay, read_trace
 from kvpilot.traces.overlay import chained
+
+if TYPE_CHECKING:
+    from kvpilot.stack.launch import Endpoints
 
 NO_HINTS_NOTE = (
     "with --hints none the engine's replies hold no tool calls (a recorded agent is played, the model does "
@@ -72,16 +75,21 @@ def own_stack(config: Config, tenants: int) -> Iterator[Where]:
     keys = tenant_keys(tenants) if tenants else {}
     config = msgspec.structs.replace(config, tenants={key: tenant for tenant, key in keys.items()})
     with launch(config, echo=True) as stack:
-        engine = stack.config.engine
-        yield Where(
-            gateway_url=stack.gateway_url,
-            control_url=stack.control_url,
-            model=engine.served_model_name,
-            tokenizer=engine.tokenizer or engine.model,
-            max_model_len=engine.max_model_len,
-            control_token=stack.config.coordinator.token,
-            api_keys=keys,
-        )
+        yield where_is(stack, keys)
+
+
+def where_is(stack: Endpoints, api_keys: dict[str, str] | None = None) -> Where:
+    """A running stack as a replay is told of it; ``api_keys``: tenant → key."""
+    engine = stack.config.engine
+    return Where(
+        gateway_url=stack.gateway_url,
+        control_url=stack.control_url,
+        model=engine.served_model_name,
+        tokenizer=engine.tokenizer or engine.model,
+        max_model_len=engine.max_model_len,
+        control_token=stack.config.coordinator.token,
+        api_keys=api_keys or {},
+    )
 
 
 def replay(request: ReplayRequest, where: Where) -> dict[str, Any]:
