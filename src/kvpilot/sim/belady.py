@@ -1,10 +1,10 @@
 """The optimum of one tier: Belady's rule per chunk, with bypass. A bound, not a policy: it knows all requests.
 
-Of the chunks that are there or could be, those used again soonest are kept; a chunk never used again is not. This is
-the rule for single chunks, yet a chunk is used whenever its successors are, so it never drops a chunk before those
-behind it: all that is next used by call *c* lies on the path of *c*, as one run ``[low, high)`` of its chunks. A
-request therefore costs a few runs, not its chunks. Nothing is pinned: what a running request uses may go, as only
-the next use counts; at the end of its reply all of its context is there to be kept once more.
+Of the chunks that are there or come, those used again soonest are kept; a chunk never used again is not. A request
+brings the chunks of its prompt, its end those of the reply, and what was dropped comes back with its next request
+alone. All that is next used by call *c* lies on the path of *c*, as a few runs of its chunks, and goes from the tail: an
+event costs a few runs, not its chunks. Nothing is pinned: what a running request uses may go, as only the next use
+counts. A chunk that is there counts as a hit even where one before it is not, so no policy has more.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class NextUses:
         self.never = workload.calls
         self.after_request: list[list[_Run]] = [[] for _ in range(workload.calls)]
         self.after_end: list[list[_Run]] = [[] for _ in range(workload.calls)]
+        """Of the reply's chunks."""
         following = np.full(len(workload.size), self.never, dtype=np.int32)
         prompt_tip, context_tip = workload.prompt_tip.tolist(), workload.context_tip.tolist()
         for event in reversed(events):
@@ -36,8 +37,8 @@ class NextUses:
                 path = np.array(workload.path(prompt_tip[call]), dtype=np.int32)
                 self.after_request[call] = _runs(workload, path, following)
                 following[path] = call
-            elif event.kind is EventKind.END:
-                path = np.array(workload.path(context_tip[call]), dtype=np.int32)
+            elif event.kind is EventKind.END and context_tip[call] != prompt_tip[call]:
+                path = np.array(workload.path(context_tip[call], above=prompt_tip[call]), dtype=np.int32)
                 self.after_end[call] = _runs(workload, path, following)
 
 
@@ -59,14 +60,19 @@ def belady(workload: Workload, events: list[Event], uses: NextUses, capacity: in
     for event in events:
         call = event.item
         if event.kind is EventKind.REQUEST:
-            hits[call] = kept.take(call)
+            used = kept.take(call)
+            hits[call] = _size(used)
             for low, high, following in uses.after_request[call]:
-                kept.add(low, high, following, known=int(hits[call]))
+                kept.add(low, high, following, used)
         elif event.kind is EventKind.END:
             for low, high, following in uses.after_end[call]:
-                kept.add(low, high, following, known=0)
+                kept.add(low, high, following)
         level.set(kept.used, event.at)
     return Outcome(hits, level.mean, level.peak, kept.written)
+
+
+_Pieces = tuple[tuple[int, int], ...]
+"""Disjoint stretches [first chunk, end) of a context, ascending."""
 
 
 class _Kept:
@@ -75,46 +81,61 @@ class _Kept:
     def __init__(self, capacity: int, never: int) -> None:
         self.used = self.written = 0
         self._capacity, self._never = capacity, never
-        self._runs: dict[int, tuple[int, int]] = {}
+        self._pieces: dict[int, _Pieces] = {}
         self._farthest: list[int] = []
 
-    def take(self, call: int) -> int:
-        """The call uses what was kept for it: how many leading chunks."""
-        low, high = self._runs.pop(call, (0, 0))
-        assert low == 0, "the optimum dropped a chunk before those behind it"
-        self.used -= high
-        return high
+    def take(self, call: int) -> _Pieces:
+        """The call uses what was kept for it."""
+        pieces = self._pieces.pop(call, ())
+        self.used -= _size(pieces)
+        return pieces
 
-    def add(self, low: int, high: int, call: int, known: int) -> None:
-        """Chunks [low, high) of the call's path, of which those below ``known`` were here already."""
+    def add(self, low: int, high: int, call: int, used: _Pieces = ()) -> None:
+        """Chunks [low, high) come that ``call`` uses next; ``used`` was here already, of the same context."""
         if call == self._never:
             return
-        before = self._runs.get(call)
-        if before is None:
+        before = self._pieces.get(call, ())
+        if not before:
             heapq.heappush(self._farthest, -call)
-            self._runs[call] = (low, high)
-        else:
-            assert before[0] <= high and low <= before[1], "the optimum left a hole"
-            self._runs[call] = (min(low, before[0]), max(high, before[1]))
-        self.used += self._runs[call][1] - self._runs[call][0] - (before[1] - before[0] if before else 0)
+        self._pieces[call] = after = _joined(before, low, high)
+        self.used += _size(after) - _size(before)
         self._shrink()
-        run = self._runs.get(call)
-        if run is not None:
-            first, end = max(low, known), min(run[1], high)
-            there = max(0, min(end, before[1]) - max(first, before[0])) if before else 0
-            self.written += max(0, end - first) - there
+        there = _within(before, low, high) + _within(used, low, high)
+        self.written += max(0, _within(self._pieces.get(call, ()), low, high) - there)
 
     def _shrink(self) -> None:
         while self.used > self._capacity:
             last = -self._farthest[0]
-            run = self._runs.get(last)
-            if run is None:
+            pieces = self._pieces.get(last)
+            if pieces is None:
                 heapq.heappop(self._farthest)
                 continue
-            gone = min(self.used - self._capacity, run[1] - run[0])
+            *before, (low, high) = pieces
+            gone = min(self.used - self._capacity, high - low)
             self.used -= gone
-            if run[0] + gone == run[1]:
-                del self._runs[last]
-                heapq.heappop(self._farthest)
+            if low + gone < high:
+                before.append((low, high - gone))
+            if before:
+                self._pieces[last] = tuple(before)
             else:
-                self._runs[last] = (run[0], run[1] - gone)
+                del self._pieces[last]
+                heapq.heappop(self._farthest)
+
+
+def _size(pieces: _Pieces) -> int:
+    return sum(high - low for low, high in pieces)
+
+
+def _within(pieces: _Pieces, low: int, high: int) -> int:
+    """Chunks of the pieces that lie in [low, high)."""
+    return sum(max(0, min(end, high) - max(first, low)) for first, end in pieces)
+
+
+def _joined(pieces: _Pieces, low: int, high: int) -> _Pieces:
+    apart = []
+    for first, end in pieces:
+        if end < low or high < first:
+            apart.append((first, end))
+        else:
+            low, high = min(low, first), max(high, end)
+    return tuple(sorted([*apart, (low, high)]))

@@ -83,11 +83,11 @@ class Workload:
     def distinct_chunks(self) -> int:
         return int(self.size.sum())
 
-    def path(self, tip: int) -> list[int]:
-        """The nodes of the context that ends with ``tip``, first to last."""
+    def path(self, tip: int, above: int = ROOT) -> list[int]:
+        """The nodes of the context that ends with ``tip``, first to last, from behind ``above`` on."""
         nodes = []
         parent = self.parent
-        while tip != ROOT:
+        while tip not in (above, ROOT):
             nodes.append(tip)
             tip = int(parent[tip])
         return nodes[::-1]
