@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot.domain import RequestStarted
-from kvpilot.gateway.tenants import MAX_SALT, tenant_salt
+from kvpilot.tenants import MAX_SALT, tenant_salt
 from tests.gateway.conftest import Rig, StartRig
 
 CHAT = "/v1/chat/completions"

@@ -26,8 +26,7 @@ from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.commands import Missing
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.domain import ActionKind, ActionRecord, Command, OutcomeStatus, SessionRef, TargetKind, Tier
-from kvpilot.gateway.errors import GatewayError
-from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants, tenant_salt
+from kvpilot.tenants import DEFAULT_TENANT, Tenants, UnknownKey, tenant_salt
 
 SOURCE = "lmcache-ascend"
 EVICT_WAIT_S = 10.0
@@ -261,8 +260,8 @@ class Seed:
         if self._tenants.named:
             try:
                 return self._tenants.identify(request.headers)
-            except GatewayError as error:
-                raise Refusal(error.status, error.message) from None
+            except UnknownKey:
+                raise Refusal(401, "unknown or missing API key") from None
         if not has_token(request.headers, self._token):
             raise Refusal(401, "send Authorization: Bearer with the coordinator's token")
         return DEFAULT_TENANT

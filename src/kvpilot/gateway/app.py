@@ -26,7 +26,7 @@ from kvpilot.gateway.asgi import (
 )
 from kvpilot.gateway.call import Call
 from kvpilot.gateway.editing import COUNT_PATH, Edited, EngineCounter, count_reply, edit_context
-from kvpilot.gateway.errors import GatewayError, not_found, too_busy
+from kvpilot.gateway.errors import GatewayError, not_found, too_busy, unauthorized
 from kvpilot.gateway.exchange import Exchange, relay_raw
 from kvpilot.gateway.headers import reply_headers, request_headers
 from kvpilot.gateway.link import GatewayLink
@@ -34,9 +34,9 @@ from kvpilot.gateway.manage import answer, tell
 from kvpilot.gateway.metrics import Metrics
 from kvpilot.gateway.other_apis import MESSAGES, MessagesReader
 from kvpilot.gateway.request import Prepared, prepare, salted
-from kvpilot.gateway.tenants import DEFAULT_TENANT, Tenants
 from kvpilot.gateway.tools import Questions, Tools
 from kvpilot.gateway.upstream import Upstream
+from kvpilot.tenants import DEFAULT_TENANT, Tenants, UnknownKey
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Gateway:
         try:
             if not call.inside_api:
                 raise not_found(call.path)
-            tenant = self._tenants.identify(call.headers)
+            tenant = self._tenant(call)
             if self._in_flight >= self._config.gateway.max_in_flight:
                 raise too_busy(self._config.gateway.max_in_flight)
             self._in_flight += 1
@@ -142,6 +142,12 @@ class Gateway:
             else:
                 await respond_error(tracking_send, error, anthropic=call.path.startswith(MESSAGES))
         self._metrics.count(call.path if inference else "other", sent)
+
+    def _tenant(self, call: Call) -> str:
+        try:
+            return self._tenants.identify(call.headers)
+        except UnknownKey:
+            raise unauthorized() from None
 
     async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         raw = b"".join([chunk async for chunk in self._body(call, receive)])

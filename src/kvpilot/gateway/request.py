@@ -10,8 +10,8 @@ import msgspec
 from kvpilot.domain import SignalKind
 from kvpilot.engine.hints import NAME as PLUGIN
 from kvpilot.gateway.errors import bad_salt, not_an_object
-from kvpilot.gateway.tenants import DEFAULT_TENANT, tenant_salt
 from kvpilot.hints import HintRequest, Hints, read_hints
+from kvpilot.tenants import DEFAULT_TENANT, tenant_salt
 
 TOKEN_IDS = "return_token_ids"
 USAGE = "stream_options"

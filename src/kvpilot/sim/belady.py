@@ -2,9 +2,9 @@
 
 Of the chunks that are there or come, those used again soonest are kept; a chunk never used again is not. A request
 brings the chunks of its prompt, its end those of the reply, and what was dropped comes back with its next request
-alone. All that is next used by call *c* lies on the path of *c*, as a few runs of its chunks, and goes from the tail: an
-event costs a few runs, not its chunks. Nothing is pinned: what a running request uses may go, as only the next use
-counts. A chunk that is there counts as a hit even where one before it is not, so no policy has more.
+alone. All that is next used by call *c* lies on the path of *c*, as a few runs of its chunks, and goes from the tail:
+an event costs a few runs, not its chunks. Nothing is pinned: what a running request uses may go, as only the next
+use counts. A chunk that is there counts as a hit even where one before it is not, so no policy has more.
 """
 
 from __future__ import annotations

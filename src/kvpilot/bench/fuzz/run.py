@@ -29,7 +29,7 @@ from kvpilot.gateway.app import WITH_IDS, Gateway
 from kvpilot.gateway.errors import GatewayError
 from kvpilot.gateway.headers import as_mapping
 from kvpilot.gateway.request import TOKEN_IDS, USAGE, prepare
-from kvpilot.gateway.tenants import DEFAULT_TENANT
+from kvpilot.tenants import DEFAULT_TENANT
 
 TENANT, KEY = "acme", "key"
 TENANT_EVERY = 4

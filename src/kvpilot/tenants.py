@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from kvpilot.gateway.errors import unauthorized
-
 DEFAULT_TENANT = "default"
 MAX_SALT = 128
 """Longest cache_salt LMCache takes; it also forbids ``@ / \\`` and NUL."""
+
+
+class UnknownKey(Exception):
+    """An API key that is nobody's, or none where one is needed."""
 
 
 class Tenants:
@@ -25,7 +27,7 @@ class Tenants:
 
     def identify(self, headers: Mapping[str, str]) -> str:
         """The tenant of a request by its ``Authorization: Bearer``, or else by its ``x-api-key`` (Anthropic's);
-        raises GatewayError 401 for a key nobody has."""
+        raises UnknownKey."""
         if not self._keys:
             return DEFAULT_TENANT
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -33,7 +35,7 @@ class Tenants:
             key = headers.get("x-api-key", "")
         tenant = self._keys.get(key.strip())
         if tenant is None:
-            raise unauthorized()
+            raise UnknownKey
         return tenant
 
 
