@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot.traces import TraceError, find_trace, read_trace
+from kvpilot.traces import TraceError, find_trace, named_traces, read_trace
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
@@ -168,3 +168,13 @@ def test_finding_traces(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"hello": 1}\n')
     with pytest.raises(TraceError, match="not a trace kvpilot knows"):
         list(read_trace(tmp_path / "other.jsonl"))
+
+
+def test_traces_go_by_their_short_names_while_these_differ(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / f"{name}.jsonl" for folder, name in (("a", "x"), ("a", "y"), ("b", "x"))]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    ax, ay, bx = paths
+    assert named_traces([str(tmp_path / "a"), str(ax)]) == {"x": ax, "y": ay}
+    assert named_traces([str(tmp_path / "a"), str(bx)]) == {str(ax): ax, "y": ay, str(bx): bx}

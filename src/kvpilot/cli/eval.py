@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 @evaluate.command()
 def inference(
-    traces: Annotated[list[str], typer.Argument(help="Trace files, or names below $KVPILOT_TRACES.")],
+    traces: Annotated[
+        list[str], typer.Argument(help="Trace files or folders, or names below $KVPILOT_TRACES.")
+    ],
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Sessions of each trace.", show_default="all")
     ] = None,
@@ -36,14 +38,14 @@ def inference(
 
     from kvpilot.eval.inference import Ids, print_table, report, score_source
     from kvpilot.replay.run import write_json
-    from kvpilot.traces import TraceError, find_trace, read_trace
+    from kvpilot.traces import TraceError, named_traces, read_trace
 
     with user_errors(TraceError, ValueError):
         kind = Ids(ids)
         scores = {}
-        for name in traces:
+        for name, path in named_traces(traces).items():
             print(f"{name}: reading and scoring", file=sys.stderr, flush=True)
-            scores[name] = score_source(list(read_trace(find_trace(name))), seed, kind, sessions)
+            scores[name] = score_source(list(read_trace(path)), seed, kind, sessions)
         document = report(scores, seed, kind)
     if json_file is not None:
         write_json(json_file, document)
@@ -52,7 +54,9 @@ def inference(
 
 @evaluate.command()
 def forecast(
-    traces: Annotated[list[str], typer.Argument(help="Trace files, or names below $KVPILOT_TRACES.")],
+    traces: Annotated[
+        list[str], typer.Argument(help="Trace files or folders, or names below $KVPILOT_TRACES.")
+    ],
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Sessions of each trace, at most.", show_default="all")
     ] = None,
@@ -71,14 +75,14 @@ def forecast(
     from kvpilot.eval.forecast import calibrate, print_table, report
     from kvpilot.replay.plan import Hints
     from kvpilot.replay.run import write_json
-    from kvpilot.traces import TraceError, find_trace, read_trace
+    from kvpilot.traces import TraceError, named_traces, read_trace
 
     with user_errors(TraceError, ValueError):
         known = Hints(hints)
         found = {}
-        for name in traces:
+        for name, path in named_traces(traces).items():
             print(f"{name}: reading and forecasting", file=sys.stderr, flush=True)
-            found[name] = calibrate(list(read_trace(find_trace(name))), seed, known, sessions, prior)
+            found[name] = calibrate(list(read_trace(path)), seed, known, sessions, prior)
         document = report(found, seed, known)
     if json_file is not None:
         write_json(json_file, document)

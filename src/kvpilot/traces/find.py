@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvpilot.traces.blocks import read_kv_cache_tester, read_mooncake
@@ -60,6 +61,13 @@ def trace_name(path: Path) -> str:
         if path.name.endswith(ending):
             return path.name.removesuffix(ending)
     return path.name
+
+
+def named_traces(names: Iterable[str]) -> dict[str, Path]:
+    """The traces of all these names by their own short names, or their paths where two have one. Raises TraceError."""
+    paths = list(dict.fromkeys(path for name in names for path in find_traces(name)))
+    uses = Counter(trace_name(path) for path in paths)
+    return {trace_name(path) if uses[trace_name(path)] == 1 else str(path): path for path in paths}
 
 
 def read_trace(path: Path, count: CountTokens = estimate_tokens) -> Iterator[TraceSession]:
