@@ -272,6 +272,19 @@ def test_an_agent_that_starts_before_its_parents_reply_has_ended_is_its_child() 
     assert child.session.parent == main.session.key
 
 
+@pytest.mark.parametrize("at_work", [True, False])
+def test_who_begins_like_the_caller_and_works_on_behind_its_return_was_no_agent_of_its(at_work: bool) -> None:
+    talk = Talk()
+    messages = [SYSTEM, say("user", "a")]
+    main = talk.turn(*messages, tools=("Task",), agents=1)
+    talk.now -= 0.9
+    other = talk.turn(SYSTEM, say("user", "do"), tools=("Bash",) if at_work else ())
+    assert other.session.parent == main.session.key
+    talk.turn(*messages, say("assistant", "r"), say("tool", "done"))
+    assert other.session.parent == (None if at_work else main.session.key)
+    assert talk.book.tree(main.session) == [main.session, *([] if at_work else [other.session])]
+
+
 def replied(n: int) -> str:
     return f"This is reply {n}, long enough not to be taken for another one. " * 3
 

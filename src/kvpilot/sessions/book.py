@@ -169,6 +169,8 @@ class SessionBook:
                 session = self.sessions[thread.session]
         if ref.id is not None and session.id != ref.id:
             self._labels.alias((tenant, ref.id), session.key)
+        if thread is not None and thread.awaits_tools and change is Change.CONTINUED:
+            self._disown_strangers(session, thread)
         if thread is None:
             self._serial += 1
             owner = f"{session.tenant}/{session.id}#{self._serial}"
@@ -363,6 +365,19 @@ class SessionBook:
         if all(parent != session.key for session in self.tree(child)):
             child.parent, child.parent_guessed = parent, True
             self.sessions[parent].children.add(child.key)
+
+    def _disown_strangers(self, session: Session, thread: Thread) -> None:
+        """An agent that was called has ended when its caller goes on. Who began like the caller itself and is still
+        at work then was only another session that happened to begin at that moment."""
+        own = _head(thread.hashes, thread.head)
+        for key in list(session.children):
+            child = self.sessions.get(key)
+            if child is None or not child.parent_guessed:
+                continue
+            at_work = child.in_flight or child.state is SessionState.WAITING_TOOL
+            if at_work and any(_head(t.hashes, t.head) == own for t in child.threads.values()):
+                child.parent, child.parent_guessed = None, False
+                session.children.discard(key)
 
     def _remember(
         self,
