@@ -88,6 +88,15 @@ def test_api_keys_keep_their_case() -> None:
     assert from_environment("TENANTS__KeyA", "007").tenants == {"KeyA": "007"}
 
 
+def test_tenants_have_budgets() -> None:
+    environ = {"KVPILOT_TENANTS__k": "Team", "KVPILOT_BUDGETS__Team": "0.25"}
+    assert load_config(environ=environ).budgets == {"Team": 0.25}
+    with pytest.raises(ConfigError, match=r"^budgets.Tem is no tenant: there are Team, default$"):
+        load_config(environ={**environ, "KVPILOT_BUDGETS__Tem": "0.5"})
+    with pytest.raises(ConfigError, match="share of host memory"):
+        load_config(environ={**environ, "KVPILOT_BUDGETS__Team": "1.5"})
+
+
 def test_unknown_keys_are_told_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"^gateway\.prot is not known: gateway has host, port"):
         from_environment("GATEWAY__PROT", "1")

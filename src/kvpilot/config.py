@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvpilot.tenants import DEFAULT_TENANT
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message says which key and what to do."""
@@ -60,6 +62,7 @@ Workers = Annotated[int, Meta(ge=1, le=256, description="a whole number, 1 to 25
 Blocks = Annotated[int, Meta(ge=0, le=int(_MOST), description="a whole number, 0 or more")]
 Seconds = Annotated[float, Meta(gt=0, le=_MOST, description="a number of seconds, more than 0")]
 Gigabytes = Annotated[float, Meta(gt=0, le=_MOST, description="a number of GB, more than 0")]
+Share = Annotated[float, Meta(gt=0, le=1, description="a share, more than 0, at most 1")]
 Switch = Annotated[bool, Meta(description="true or false")]
 Mode = Annotated[Literal["kvpilot", "passive"], Meta(description="kvpilot or passive")]
 HashAlgorithm = Annotated[Literal["blake3"], Meta(description="blake3, with which kvpilot names chunks")]
@@ -172,6 +175,8 @@ class Config(Section, frozen=True):
         dict[str, Named], Meta(description="API keys with a tenant each", extra={"confidential": True})
     ] = {}
     """API key → tenant. Empty = every request belongs to the tenant ``default``."""
+    budgets: Annotated[dict[str, Share], Meta(description="tenants with a share of host memory each")] = {}
+    """Tenant → the most of host memory that its contexts may fill. Who is not named may fill all of it."""
 
     @property
     def state_dir(self) -> Path:
@@ -207,7 +212,8 @@ def load_config(path: str | Path | None = None, environ: Mapping[str, str] | Non
             continue
         section, _, key = name.removeprefix("KVPILOT_").partition("__")
         section = section.lower()
-        key = key if section == "tenants" else key.lower()  # API keys are case-sensitive.
+        # API keys and names of tenants are case-sensitive.
+        key = key if section in ("tenants", "budgets") else key.lower()
         values = raw.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"{name}: [{section}] is not a section")
@@ -236,9 +242,13 @@ def _from_environment(section: str, key: str, text: str) -> Any:
 
 def _convert(raw: Mapping[str, Any]) -> Config:
     try:
-        return msgspec.convert(raw, Config, strict=False)
+        config = msgspec.convert(raw, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
+    tenants = {DEFAULT_TENANT, *config.tenants.values()}
+    if strangers := sorted(config.budgets.keys() - tenants):
+        raise ConfigError(f"budgets.{strangers[0]} is no tenant: there are {', '.join(sorted(tenants))}")
+    return config
 
 
 def _explain(complaint: str, raw: Mapping[str, Any]) -> str:

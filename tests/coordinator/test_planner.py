@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpilot.coordinator import executor
+from kvpilot.coordinator.placing import PlannerSettings
 from kvpilot.coordinator.planner import ENDED_KEPT_S, Planner
 from kvpilot.domain import (
     ActionKind,
@@ -92,6 +93,29 @@ async def test_pressure_sends_down_who_returns_last_tail_first(world: World, pla
     assert left == sorted(left, reverse=True), "the tail goes first"
     assert 0 < sum(left) < len(left)
     assert all(Tier.DISK in world.layer.tiers(SPACE, c) for c in world.chunks(b))
+
+
+async def test_a_tenant_beyond_its_budget_makes_way_though_there_is_room(world: World) -> None:
+    planner = Planner(world.service, PlannerSettings(budgets={"team": 0.2}))
+    for name in "ab":
+        world.turn(context(name), name, tenant="team", reply=CALL)
+        world.turn(context(name), name)
+    size = len(world.chunks(context("a")))
+    world.layer.capacity = 8 * size * 1000
+    await world.observe()
+    await world.settle(planner.tick())
+    team = Space("m", "team")
+    left = [
+        sum(Tier.HOST in world.layer.tiers(team, chunk) for chunk in world.chunks(context(name)))
+        for name in "ab"
+    ]
+    assert sum(left) == int(0.2 * 8 * size)
+    assert all(held for name in "ab" for held in world.held(context(name), "team")), "it is on disk"
+    assert [host_chunks(world, context(name)) for name in "ab"] == [size, size]
+    await world.observe()
+    world.now += 10.0
+    await world.observe()
+    assert planner.tick() == [], "what has made way is not brought back"
 
 
 def shares(world: World, chunks: int, filled: float) -> None:

@@ -7,7 +7,7 @@ cache layer has confirmed it on disk, whether the plan took it for dead or not.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvpilot.coordinator.actions import Work
@@ -29,6 +29,8 @@ class PlannerSettings:
     prefetch_up_to: float = 0.72
     load_bytes_per_s: float = 500e6
     """Disk bandwidth assumed for a load until measured."""
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    """Tenant → share of host memory that its contexts may fill at most."""
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
 
@@ -161,6 +163,11 @@ class Picture:
             fill_to=share(self._settings.prefetch_up_to),
             drop_above=down if over else 1.0,
             drop_to=down,
+            budgets={
+                number: int(self._settings.budgets[tenant] * capacity)
+                for tenant, number in self._tenants.items()
+                if tenant in self._settings.budgets
+            },
         )
         speed = self._settings.load_bytes_per_s / chunk_bytes
         return [host, TierLimits(capacity=UNBOUNDED, read_chunks_per_s=speed, managed=False)]

@@ -19,6 +19,7 @@ from kvpilot.control.api import create_app
 from kvpilot.control.metrics import metrics_text
 from kvpilot.control.seed import Seed
 from kvpilot.control.store import FLUSH_S, Store
+from kvpilot.coordinator.placing import PlannerSettings
 from kvpilot.coordinator.planner import Planner
 from kvpilot.coordinator.recorder import Recorder
 from kvpilot.coordinator.server import LinkServer
@@ -86,7 +87,7 @@ class Runtime:
                 config.coordinator.record_files,
             )
         reader = Reader(self.service)
-        self.planner = Planner(self.service)
+        self.planner = Planner(self.service, PlannerSettings(budgets=config.budgets))
         self.app: FastAPI = create_app(
             self.service,
             self.planner,
