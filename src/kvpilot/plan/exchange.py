@@ -84,6 +84,15 @@ def exchange(wanting: Rows, held: Rows, room: int, margin: float, most: int) -> 
     return Exchange(enter, list(leave.items()))
 
 
+def first_rows(key: Floats, then: Ints, take: int) -> Ints:
+    """The ``take`` rows that come first by (key, then, row), in no order. O(rows)."""
+    limit = np.partition(key, take)[take]
+    sure = np.flatnonzero(key < limit)
+    tied = np.flatnonzero(key == limit)
+    # Of equal keys those that come first by depth, so that the cut leaves no hole.
+    return np.concatenate((sure, tied[np.argsort(then[tied], kind="stable")[: take - len(sure)]]))
+
+
 def _first(key: Floats, then: Ints, chunks: Ints, wanted: int, below: float) -> list[int]:
     """Rows with chunks and ``key`` < ``below``, lowest (key, then, row) first, as many as hold ``wanted`` chunks."""
     if wanted <= 0:
@@ -91,15 +100,7 @@ def _first(key: Floats, then: Ints, chunks: Ints, wanted: int, below: float) -> 
     rows = np.flatnonzero((chunks > 0) & (key < below))
     take = _FIRST_TAKE
     while take < len(rows):
-        keys = key[rows]
-        limit = np.partition(keys, take)[take]
-        sure = rows[keys < limit]
-        tied = rows[keys == limit]
-        if len(sure) + len(tied) > take:
-            kept = take - len(sure)
-            # Of equal keys those that come first by depth, so that the cut leaves no hole.
-            tied = tied[np.argsort(then[tied], kind="stable")[:kept]] if kept else tied[:0]
-        chosen = np.concatenate((sure, tied))
+        chosen = rows[first_rows(key[rows], then[rows], take)]
         if chunks[chosen].sum() >= wanted:
             rows = chosen
             break

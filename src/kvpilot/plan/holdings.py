@@ -53,6 +53,8 @@ class Holdings:
         self._vacant: list[int] = []
         self._followers = np.zeros(64, dtype=np.int64)
         """Runs and contexts that rest on the run."""
+        self._levels: list[Ints] | None = []
+        """As :meth:`levels` tells, while no run has come since."""
 
     # ------------------------------------------------------------ runs
 
@@ -67,6 +69,7 @@ class Holdings:
                 self._grow_runs()
         self.above[run], self.chunks[run], self.tenant[run] = above, chunks, tenant
         self.depth[run] = 0 if above == NOTHING else self.depth[above] + 1
+        self._levels = None
         self.running[run], self.busy[run], self._followers[run], self.arrivals[run] = 0, False, 0, 0.0
         self.here[:, run] = 0
         if above != NOTHING:
@@ -141,7 +144,7 @@ class Holdings:
         held = rests != NOTHING
         out += np.bincount(rests[held], weights=worth[held], minlength=n)[:n]
         for rows in self.levels():
-            np.add.at(out, self.above[rows], out[rows])
+            out += np.bincount(self.above[rows], weights=out[rows], minlength=n)
         return out
 
     def readable(self) -> Bools:
@@ -149,7 +152,7 @@ class Holdings:
         n = self.runs
         whole = self.here[:, :n].max(axis=0) >= self.chunks[:n]
         out: Bools = np.ones(n, dtype=bool)
-        for rows in reversed(list(self.levels())):
+        for rows in reversed(self.levels()):
             above = self.above[rows]
             out[rows] = out[above] & whole[above]
         return out
@@ -160,11 +163,14 @@ class Holdings:
         columns = vars(self).values()
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
-    def levels(self) -> Iterator[Ints]:
+    def levels(self) -> Sequence[Ints]:
         """Rows that have a predecessor, deepest first."""
-        depth = self.depth[: self.runs]
-        for level in range(int(depth.max(initial=0)), 0, -1):
-            yield np.flatnonzero(depth == level)
+        if self._levels is None:
+            depth = self.depth[: self.runs]
+            order = np.argsort(depth, kind="stable")
+            firsts = np.searchsorted(depth[order], np.arange(1, int(depth.max(initial=0)) + 1))
+            self._levels = np.split(order, firsts)[:0:-1]
+        return self._levels
 
     def _grow_runs(self) -> None:
         for name in (

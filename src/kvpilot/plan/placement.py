@@ -26,7 +26,7 @@ from enum import StrEnum
 import numpy as np
 
 from kvpilot.domain import Tier
-from kvpilot.plan.exchange import Floats, Ints, Rows, entering, exchange, leaving
+from kvpilot.plan.exchange import Floats, Ints, Rows, entering, exchange, first_rows, leaving
 from kvpilot.plan.holdings import NOTHING, Bools, Holdings
 
 
@@ -101,6 +101,8 @@ class PlacementSettings:
     """An announcement that is over for so long is not believed any more."""
 
 
+_FIRST_LOADS = 256
+"""Runs looked at first for what to load: more than a link moves in the time that is planned for."""
 _PRIORITY_WORTH = 2.0**-30
 """Of a step of priority: below every worth that means something, so that it decides between equals only."""
 
@@ -133,16 +135,16 @@ def context_worths(
     n = holdings.contexts
     out = np.zeros(n)
     out[: min(n, len(worth))] = worth[:n]
-    left = holdings.due[:n] - now
-    announced = left > -settings.overdue_s
-    out[announced] = 1.0 / np.maximum(left[announced], settings.lead_s)
+    announced = np.flatnonzero(holdings.due[:n] > now - settings.overdue_s)
+    out[announced] = 1.0 / np.maximum(holdings.due[announced] - now, settings.lead_s)
     heard = _heard(holdings, limits, settings)
-    kept = heard & holdings.kept[:n]
+    kept = heard[holdings.kept[heard]]
     out[kept] = np.maximum(out[kept], settings.kept_worth)
     out += 101 * _PRIORITY_WORTH
-    prior = np.flatnonzero(holdings.priority[:n])
-    steps = np.clip(holdings.priority[prior], -100, 100)
-    out[prior] += _PRIORITY_WORTH * np.where(heard[prior], steps, np.minimum(steps, 0))
+    low = np.flatnonzero(holdings.priority[:n] < 0)
+    out[low] += _PRIORITY_WORTH * np.maximum(holdings.priority[low], -100)
+    high = heard[holdings.priority[heard] > 0]
+    out[high] += _PRIORITY_WORTH * np.minimum(holdings.priority[high], 100)
     return out
 
 
@@ -160,27 +162,26 @@ def overtaken(holdings: Holdings, values: Floats, tier: int, limit: TierLimits, 
     return [int(run) for run in loading if values[run] == 0.0 or values[run] * (1.0 + margin) < least]
 
 
-def _heard(holdings: Holdings, limits: Sequence[TierLimits], settings: PlacementSettings) -> Bools:
-    """[contexts] whether its wishes (kept, a priority above 0) are heard: per tenant, highest priority first, while
-    its part of the tiers that are managed has room. O(wishes · log wishes)."""
+def _heard(holdings: Holdings, limits: Sequence[TierLimits], settings: PlacementSettings) -> Ints:
+    """The contexts whose wishes (kept, a priority above 0) are heard: per tenant, highest priority first, while its
+    part of the tiers that are managed has room. O(contexts), and O(wishes · log wishes) for those who wish too much."""
     n = holdings.contexts
     rests = holdings.rests_on[:n]
     wishing = np.flatnonzero((holdings.kept[:n] | (holdings.priority[:n] > 0)) & (rests != NOTHING))
-    heard: Bools = np.zeros(n, dtype=bool)
     if not len(wishing):
-        return heard
+        return wishing
     runs = rests[wishing]
-    sizes = holdings.chunks[runs]
-    tenants, of_tenant = np.unique(holdings.tenant[runs], return_inverse=True)
+    sizes, tenants = holdings.chunks[runs], holdings.tenant[runs]
+    wished = np.bincount(tenants, weights=sizes)
     capacity = sum(limit.capacity for limit in limits if limit.managed)
-    room = settings.kept_share * capacity / len(tenants)
-    order = np.lexsort((wishing, -holdings.priority[wishing], of_tenant))
-    taken = np.cumsum(sizes[order])
-    groups = of_tenant[order]
-    firsts = np.flatnonzero(np.diff(groups, prepend=-1))
-    before = (taken - sizes[order])[firsts]
-    heard[wishing[order]] = taken - before[groups] <= room
-    return heard
+    room = settings.kept_share * capacity / np.count_nonzero(np.bincount(tenants))
+    too_much = wished[tenants] > room
+    heard = [wishing[~too_much]]
+    for tenant in np.unique(tenants[too_much]).tolist():
+        own = np.flatnonzero(tenants == tenant)
+        order = own[np.lexsort((wishing[own], -holdings.priority[wishing[own]]))]
+        heard.append(wishing[order[np.cumsum(sizes[order]) <= room]])
+    return np.concatenate(heard)
 
 
 class _Planner:
@@ -232,18 +233,22 @@ class _Planner:
             self._make_room(tier, surplus, settings.spared, "the tier fills up")
         if tier + 1 == len(self._limits):
             return
-        missing = self._missing(tier)
-        soon = self._values >= settings.spared
-        self._exchange(tier, np.where(soon, missing, 0), limit.fill_to)
+        rows, missing = self._missing(tier, self._most_loads(tier))
+        soon = self._values[rows] >= settings.spared
+        self._exchange(tier, rows[soon], missing[soon], limit.fill_to)
         # What may be dropped for room again is not loaded into room that is kept free.
-        self._exchange(tier, np.where(soon, 0, missing), min(limit.fill_to, limit.drop_to))
+        self._exchange(tier, rows[~soon], missing[~soon], min(limit.fill_to, limit.drop_to))
 
-    def _exchange(self, tier: int, missing: Ints, fill_to: float) -> None:
-        if not missing.any():
-            return
+    def _most_loads(self, tier: int) -> int:
+        """Chunks that the links below still move within the time that loads are started for."""
         speed = max(below.read_chunks_per_s for below in self._limits[tier + 1 :])
-        most = int((speed * self._settings.ahead_s) - sum(move.chunks for move in self.loads))
-        wanting = Rows(self._values, missing, self._depth)
+        return int(speed * self._settings.ahead_s) - sum(move.chunks for move in self.loads)
+
+    def _exchange(self, tier: int, rows: Ints, missing: Ints, fill_to: float) -> None:
+        if not len(rows):
+            return
+        most = self._most_loads(tier)
+        wanting = Rows(self._values[rows], missing, self._depth[rows])
         held = Rows(self._values, self._loose(tier), self._depth)
         room = max(0, self._room(tier, fill_to)) + int(self._used[tier])
         found = exchange(wanting, held, room - int(self._used[tier]), self._settings.margin, most)
@@ -251,20 +256,20 @@ class _Planner:
             self._leave(tier, run, chunks, "makes way for what returns sooner")
         room -= int(self._used[tier])
         room = min(room, self._room(tier, 1.0))
-        for run, chunks in found.enter:
+        for row, chunks in found.enter:
             # There may be less room than was exchanged for: what is written below first makes way later.
             chunks = min(chunks, room)
             if chunks <= 0:
                 break
             room -= chunks
-            self._load(tier, run, chunks)
+            self._load(tier, int(rows[row]), chunks)
 
     def drop_followers(self) -> None:
         """What lies behind chunks whose last copy was dropped is of no use to anybody."""
         if not self._cut.any():
             return
         gone = np.zeros_like(self._cut)
-        for rows in reversed(list(self._holdings.levels())):
+        for rows in reversed(self._holdings.levels()):
             above = self._above[rows]
             gone[rows] = gone[above] | self._cut[above]
         for run in np.flatnonzero(gone & ~self._still).tolist():
@@ -288,28 +293,48 @@ class _Planner:
                 out[run] -= min(chunks, int(out[run]))
         return out
 
-    def _missing(self, tier: int) -> Ints:
-        """[runs] chunks that could be loaded into the tier: all in front of them is there, or can be loaded too."""
+    def _missing(self, tier: int, most: int) -> tuple[Ints, Ints]:
+        """Runs with chunks that could be loaded into the tier, ascending, and how many: all in front of them is there,
+        or can be loaded too. Of those worth most as many as have ``most`` chunks together: a plan has no use for more.
+        """
         here = self._here[tier]
-        missing: Ints = np.zeros_like(here)
         below = self._here[tier + 1 :].max(axis=0, initial=0)
-        rows = np.flatnonzero((below > here) & (self._values >= self._settings.least_load))
-        rows = rows[~(self._busy[rows] | self._dropped[rows])]
-        comes = here >= self._chunks
+        wanted = (below > here) & (self._values >= self._settings.least_load) & ~self._busy & ~self._dropped
+        rows = np.flatnonzero(wanted)
+        take = _FIRST_LOADS
+        while True:
+            best = rows
+            if take < len(rows):
+                best = rows[first_rows(-self._values[rows], self._depth[rows], take)]
+            found, missing = self._loadable(tier, best, below)
+            if len(best) == len(rows) or int(missing.sum()) >= most:
+                return found, missing
+            take *= 4
+
+    def _loadable(self, tier: int, rows: Ints, below: Ints) -> tuple[Ints, Ints]:
+        """Of the given runs those in front of which all is in the tier or among them, within their tenants' budgets,
+        and their missing chunks. ``below`` [runs]: chunks there are in lower tiers."""
+        here = self._here[tier]
+        rows = np.sort(rows)
+        ahead = self._above[rows]
+        comes: Bools = (ahead == NOTHING) | (here[ahead] >= self._chunks[ahead])
+        at = np.searchsorted(rows, ahead)
+        among = (ahead != NOTHING) & (rows[np.minimum(at, len(rows) - 1)] == ahead) if len(rows) else comes
         depths = self._depth[rows]
-        for depth in np.flatnonzero(np.bincount(depths)).tolist():
-            level = rows[depths == depth]
-            above = self._above[level]
-            level = level[(above == NOTHING) | comes[above]]
-            missing[level] = below[level] - here[level]
-            comes[level] = below[level] >= self._chunks[level]
+        for depth in np.flatnonzero(np.bincount(depths))[1:].tolist():
+            level = np.flatnonzero((depths == depth) & among)
+            front = at[level]
+            comes[level] |= comes[front] & (below[rows[front]] >= self._chunks[rows[front]])
+        rows = rows[comes]
+        missing = below[rows] - here[rows]
         for tenant, budget in self._limits[tier].budgets.items():
-            own = np.where(self._tenant == tenant, missing, 0)
+            own = np.flatnonzero(self._tenant[rows] == tenant)
             left = budget - int(here[self._tenant == tenant].sum())
-            missing = np.where(self._tenant == tenant, 0, missing)
-            for run, chunks in entering(Rows(self._values, own, self._depth), left):
-                missing[run] = chunks
-        return missing
+            offered = Rows(self._values[rows[own]], missing[own], self._depth[rows[own]])
+            missing[own] = 0
+            for row, chunks in entering(offered, left):
+                missing[own[row]] = chunks
+        return rows[missing > 0], missing[missing > 0]
 
     def _room(self, tier: int, fill_to: float) -> int:
         return int(fill_to * self._limits[tier].capacity) - int(self._used[tier] + self._coming[tier])
