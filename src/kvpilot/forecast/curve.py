@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from kvpilot.forecast.bins import BINS, EDGES, WIDTHS, Floats, bin_of
+from kvpilot.forecast.bins import BINS, EDGES, WIDTHS, Floats, bin_of, bins_of
 
 _NOBODY = 1e-9
 """A share of waits too small to say anything about: below it rates would be those of rounding errors."""
-_LATER = np.triu(np.ones((BINS, BINS + 1), dtype=bool), 1)
-"""[b, e]: whether edge e is behind the beginning of bin b."""
+_HALF_WIDTHS = 0.5 * WIDTHS
+_ENDS = np.append(EDGES[1:-1], np.inf)
+"""[BINS] seconds at which a bin ends; the last one does not."""
+_Worth = TypeVar("_Worth", float, Floats)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Curve:
     """A wait's distribution as seen at its beginning. ``cdf`` [BINS + 1] over ``EDGES``; what is missing to 1 at
-    the end never comes, as far as is known. ``worth`` [BINS]: see :func:`worth_by_bin`."""
+    the end never comes, as far as is known."""
 
     cdf: Floats
-    worth: Floats
+
+    @cached_property
+    def worth(self) -> list[float]:
+        """[BINS] what a unit of room is worth for a wait that has reached each bin: see :func:`worth_in`."""
+        survival = np.broadcast_to(1.0 - self.cdf, (BINS, BINS + 1))
+        found: list[float] = worth_in(survival, np.arange(BINS)).tolist()
+        return found
 
     def within(self, elapsed_s: float, seconds: float) -> float:
         """Probability that a wait of ``elapsed_s`` so far ends within ``seconds`` more."""
@@ -40,7 +51,7 @@ class Curve:
 
     def worth_at(self, elapsed_s: float) -> float:
         """Worth of a unit of room, in returns per second, for a wait of ``elapsed_s`` so far."""
-        return float(self.worth[bin_of(elapsed_s)])
+        return self.worth[bin_of(elapsed_s)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class Forecast:
         return worth_ahead(self.curve.worth_at(max(0.0, self.elapsed_s)), self.ahead_s)
 
 
-def worth_ahead(worth: float, ahead_s: float) -> float:
+def worth_ahead(worth: _Worth, ahead_s: _Worth) -> _Worth:
     """What a wait worth ``worth`` at its beginning is worth ``ahead_s`` seconds before it: the same return, with
     that much more time to hold room for it."""
     return worth / (1.0 + ahead_s * worth)
@@ -90,19 +101,40 @@ def _inverse(cdf: Floats, p: float) -> float:
 
 def curve(hazards: Floats) -> Curve:
     """The distribution with these hazards [BINS] by bin."""
-    survival = np.maximum(np.concatenate(([1.0], np.cumprod(1.0 - hazards))), _NOBODY)
-    return Curve(cdf=1.0 - survival, worth=worth_by_bin(survival))
+    cdf = np.empty(BINS + 1)
+    cdf[0] = 0.0
+    np.cumprod(1.0 - hazards, out=cdf[1:])
+    np.maximum(cdf, _NOBODY, out=cdf)
+    np.subtract(1.0, cdf[1:], out=cdf[1:])
+    return Curve(cdf)
 
 
-def worth_by_bin(survival: Floats) -> Floats:
-    """For a wait that has reached bin b: max over later edges e of P(it ends by e) ÷ E[room held until then or e].
+def worth_in(survival: Floats, bins: npt.NDArray[np.intp]) -> Floats:
+    """For n waits that have reached ``bins`` [n]: max over later edges e of P(it ends by e) ÷ E[room held until then
+    or e].
 
     The index of Gittins (1979) for stopping: holding a unit of room costs its time, the wait's end pays one hit,
     and we may give up at any edge. Ranking by it needs neither a horizon nor the price of room: whoever has the
-    highest index makes the most of the room, at any pressure. ``survival`` [BINS + 1] at ``EDGES``; result [BINS]
-    in 1/s, as seen from the beginning of each bin.
+    highest index makes the most of the room, at any pressure. ``survival`` [n, BINS + 1] at ``EDGES``; result [n]
+    in 1/s, as seen from the beginning of each wait's bin.
     """
-    held = np.concatenate(([0.0], np.cumsum(0.5 * (survival[:-1] + survival[1:]) * WIDTHS)))
-    ended = survival[:-1, None] - survival[None, :]
-    cost = np.maximum(held[None, :] - held[:-1, None], 1e-12)
-    return np.asarray(np.where(_LATER, ended / cost, 0.0).max(axis=1))
+    held = np.zeros(survival.shape)
+    np.cumsum((survival[:, :-1] + survival[:, 1:]) * _HALF_WIDTHS, axis=1, out=held[:, 1:])
+    rows = np.arange(len(bins))
+    ended = survival[rows, bins][:, None] - survival
+    # Of edges behind us the first is at most 0, the second too: they take no part in the maximum.
+    cost = np.maximum(held - held[rows, bins][:, None], 1e-12)
+    return np.asarray((ended / cost).max(axis=1))
+
+
+def look(
+    owners: npt.NDArray[np.intp], now: float, since: Floats, survival: Floats, current: Floats, until: Floats
+) -> None:
+    """What the waits of ``owners`` [n] are worth now goes into ``current``, until when that is so into ``until``.
+
+    By owner: ``since`` when it waits (it may lie ahead), and ``survival`` [BINS + 1] at ``EDGES``.
+    """
+    elapsed = now - since[owners]
+    bins = bins_of(elapsed)
+    current[owners] = worth_ahead(worth_in(survival[owners], bins), np.maximum(-elapsed, 0.0))
+    until[owners] = np.where(elapsed < 0.0, now, since[owners] + _ENDS[bins])

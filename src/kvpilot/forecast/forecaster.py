@@ -201,8 +201,7 @@ class Forecaster:
 
     def worth(self, owner: int, now: float) -> float:
         """``worths`` of one owner."""
-        wait = (self.cycles if self._is_running(owner) else self.pauses).get(owner)
-        return 0.0 if wait is None else Forecast(wait.curve, now - wait.since).worth
+        return (self.cycles if self._is_running(owner) else self.pauses).worth(owner, now)
 
     # ------------------------------------------------------------ restart
 

@@ -14,13 +14,15 @@ has not ended yet counts for the bins it has survived, so those who never return
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpilot.forecast.bins import BINS, Floats
+from kvpilot.forecast.curve import look
 
 GROUP = 4
 """Bins that share a weight (two octaves)."""
@@ -40,10 +42,48 @@ _GROUP_OF = np.arange(BINS) // GROUP
 _STARTS = np.arange(0, BINS, GROUP)
 
 
+Singles = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.intp]
+
+
+def hazards_of(weights: Singles, rows: Rows) -> Floats:
+    """[BINS] hazards of a wait whose features have ``rows`` of ``weights`` [n, COLUMNS]."""
+    return _sigmoid(_logits(_summed(weights.take(rows, axis=0))))
+
+
+def step(weights: Singles, squares: Singles, rows: Rows, first: int, last: int, ended: bool) -> None:
+    """``weights`` and ``squares`` [n, COLUMNS] move in these rows after a wait as in :meth:`HazardModel.learn`."""
+    own, sums = weights.take(rows, axis=0), squares.take(rows, axis=0)
+    slope = np.zeros(BINS)
+    slope[first : last + 1] = _sigmoid(_logits(_summed(own))[first : last + 1])
+    if ended:
+        slope[last] -= 1.0
+    gradient = np.empty(COLUMNS, dtype=np.float32)
+    gradient[:BINS], gradient[BINS:-1], gradient[-1] = slope, np.add.reduceat(slope, _STARTS), slope.sum()
+    sums *= FORGET
+    np.maximum(sums, FIRST_SQUARES, out=sums)
+    sums += gradient * gradient
+    squares[rows] = sums
+    weights[rows] = own - STEP * gradient / np.sqrt(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The inner loops: numpy's here; others may compile them (``kvpilot.sim.compiled``)."""
+
+    hazards: Callable[[Singles, Rows], Floats] = hazards_of
+    step: Callable[[Singles, Singles, Rows, int, int, bool], None] = step
+    look: Callable[[Rows, float, Floats, Floats, Floats, Floats], None] = look
+
+
+NUMPY = Kernels()
+
+
 class HazardModel:
     """Learns hazards by feature. All operations are O(features of the wait · BINS); memory is bounded."""
 
-    def __init__(self, max_features: int = MAX_FEATURES) -> None:
+    def __init__(self, max_features: int = MAX_FEATURES, kernels: Kernels = NUMPY) -> None:
+        self.kernels = kernels
         self._max = max_features
         self._common: dict[str, int] = {}
         self._particular: dict[str, int] = {}
@@ -53,25 +93,14 @@ class HazardModel:
     def hazards(self, features: Sequence[str]) -> Floats:
         """[BINS] probability that a wait which has reached a bin ends in it."""
         rows = [row for name in features if (row := self._find(name)) is not None]
-        return _sigmoid(_logits(self._weights[rows].sum(axis=0, dtype=np.float64)))
+        return self.kernels.hazards(self._weights, np.array(rows, dtype=np.intp))
 
     def learn(self, features: Sequence[str], first: int, last: int, ended: bool) -> None:
         """A wait was under way in bins ``first`` … ``last``, and ended in the last of them, or has not ended."""
         if last < first:
             return
-        rows = [self._row(name) for name in features]
-        weights, squares = self._weights[rows], self._squares[rows]
-        slope = np.zeros(BINS)
-        slope[first : last + 1] = _sigmoid(_logits(weights.sum(axis=0, dtype=np.float64))[first : last + 1])
-        if ended:
-            slope[last] -= 1.0
-        gradient = np.empty(COLUMNS, dtype=np.float32)
-        gradient[:BINS], gradient[BINS:-1], gradient[-1] = slope, np.add.reduceat(slope, _STARTS), slope.sum()
-        squares *= FORGET
-        np.maximum(squares, FIRST_SQUARES, out=squares)
-        squares += np.square(gradient)
-        self._squares[rows] = squares
-        self._weights[rows] = weights - STEP * gradient / np.sqrt(squares)
+        rows = np.array([self._row(name) for name in features], dtype=np.intp)
+        self.kernels.step(self._weights, self._squares, rows, first, last, ended)
 
     def explain(self, features: Iterable[str]) -> dict[str, float]:
         """Each feature's mean shift of the logit over all bins: what makes a wait short (above 0) or long."""
@@ -128,17 +157,26 @@ class HazardModel:
         return row
 
 
+def _summed(weights: Singles) -> Floats:
+    """[COLUMNS] sums of [n, COLUMNS]."""
+    return np.asarray(np.ones(len(weights), dtype=np.float32) @ weights, dtype=np.float64)
+
+
 def _logits(weights: Floats) -> Floats:
     """[BINS] from summed weights [COLUMNS]."""
-    shared: Floats = weights[BINS : BINS + GROUPS][_GROUP_OF]
-    return np.asarray(BASE + weights[:BINS] + shared + weights[-1])
+    logits: Floats = weights[BINS : BINS + GROUPS].take(_GROUP_OF)
+    logits += weights[:BINS]
+    logits += BASE + weights[-1]
+    return logits
 
 
 def _sigmoid(logits: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.maximum(logits, -30.0))))
+    out: Floats = np.exp(-np.maximum(logits, -30.0))
+    out += 1.0
+    return np.divide(1.0, out, out=out)
 
 
-def _doubled(array: npt.NDArray[np.float32], fill: float) -> npt.NDArray[np.float32]:
+def _doubled(array: Singles, fill: float) -> Singles:
     return np.concatenate((array, np.full_like(array, fill)))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot.forecast.hazard import FIRST_SQUARES, HazardModel
+from kvpilot.forecast.hazard import FIRST_SQUARES, NUMPY, HazardModel, Kernels
 
 CONFIDENCE = 1.0
 """Sum of squared gradients that a known effect begins with: it gives way to what is seen within tens of waits."""
@@ -23,14 +23,14 @@ SPECIAL = ("session:", "conversation:", "line:", "after:line:", "person:after:")
 """How features begin that name one session, or what somebody's project calls its commands."""
 
 
-def pauses() -> HazardModel:
+def pauses(kernels: Kernels = NUMPY) -> HazardModel:
     """A model of pauses that knows what agents have in common."""
-    return _model("pauses")
+    return _model("pauses", kernels)
 
 
-def cycles() -> HazardModel:
+def cycles(kernels: Kernels = NUMPY) -> HazardModel:
     """A model of cycles that knows what agents have in common."""
-    return _model("cycles")
+    return _model("cycles", kernels)
 
 
 def packaged(model: HazardModel, least_squares: float) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def packaged(model: HazardModel, least_squares: float) -> dict[str, Any]:
     return {name: [round(SCALE * float(weight)) for weight in weights] for name, weights in kept}
 
 
-def _model(kind: str) -> HazardModel:
-    model = HazardModel()
+def _model(kind: str, kernels: Kernels) -> HazardModel:
+    model = HazardModel(kernels=kernels)
     effects = _file()[kind]
     model.load(
         {

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvpilot.forecast.bins import BINS, EDGES, Floats, bin_of, bins_of
+from kvpilot.forecast.bins import BINS, EDGES, Floats, bin_of
 from kvpilot.forecast.curve import Curve, curve
 from kvpilot.forecast.hazard import HazardModel
 
 _MILESTONES = (18, 22, 26, 30, 34, 38, 42)
 """Bins at whose end a wait that goes on is learned from (about 10 s, 40 s, 3 min, 11 min, 43 min, 3 h, 12 h)."""
-
-_ENDS = np.append(EDGES[1:-1], np.inf)
-"""[BINS] seconds at which a bin ends; the last one does not."""
 
 
 class Open:
@@ -50,7 +48,8 @@ class Waits:
     def __init__(self, model: HazardModel) -> None:
         self.model = model
         self._since = np.zeros(64)
-        self._worth = np.zeros((64, BINS))
+        self._survival = np.zeros((64, BINS + 1))
+        """By owner, at ``EDGES``."""
         self._current = np.zeros(64)
         self._until = np.zeros(64)
         """By owner: worth now, and until when that is so."""
@@ -63,12 +62,12 @@ class Waits:
         open is forgotten."""
         while owner >= len(self._since):
             self._since = np.concatenate((self._since, np.zeros_like(self._since)))
-            self._worth = np.concatenate((self._worth, np.zeros_like(self._worth)))
+            self._survival = np.concatenate((self._survival, np.zeros_like(self._survival)))
             self._current = np.concatenate((self._current, np.zeros_like(self._current)))
             self._until = np.concatenate((self._until, np.zeros_like(self._until)))
         found = curve(self.model.hazards(features))
         self._since[owner] = now
-        self._worth[owner] = found.worth
+        np.subtract(1.0, found.cdf, out=self._survival[owner])
         self._until[owner] = -np.inf
         self._open[owner] = Open(found, tuple(features), now)
         self._remind(owner, now, 0)
@@ -90,7 +89,7 @@ class Waits:
     def drop(self, owner: int) -> None:
         """The wait is over without an end to learn from."""
         if self._open.pop(owner, None) is not None:
-            self._worth[owner] = self._current[owner] = 0.0
+            self._survival[owner] = self._current[owner] = 0.0
             self._until[owner] = np.inf
 
     def tick(self, now: float) -> None:
@@ -119,22 +118,29 @@ class Waits:
         """An open wait: its curve, its features and since when it lasts."""
         return self._open.get(owner)
 
+    def worth(self, owner: int, now: float) -> float:
+        """``worths`` of one owner."""
+        if owner >= len(self._until):
+            return 0.0
+        if not now < self._until[owner] or now < self._now:
+            self._look(np.array([owner]), now)
+        return float(self._current[owner])
+
     def worths(self, now: float) -> Floats:
         """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait.
 
-        Worth is constant within a bin of :mod:`kvpilot.forecast.bins`, so only those are looked up whose bin has
-        ended, or whose wait has not begun. O(owners), a look-up each for those.
+        Worth is constant within a bin of :mod:`kvpilot.forecast.bins`, so only those are looked at whose bin has
+        ended, or whose wait has not begun. O(owners), O(BINS) for each of those.
         """
         changed = np.flatnonzero(self._until <= now) if now >= self._now else np.arange(len(self._until))
         self._now = now
         if len(changed):
-            elapsed = now - self._since[changed]
-            bins = bins_of(elapsed)
-            worth = self._worth[changed, bins]
-            ahead = np.maximum(-elapsed, 0.0)
-            self._current[changed] = worth / (1.0 + ahead * worth)  # as `curve.worth_ahead`
-            self._until[changed] = np.where(ahead > 0.0, now, self._since[changed] + _ENDS[bins])
+            self._look(changed, now)
         return self._current.copy()
+
+    def _look(self, owners: npt.NDArray[np.intp], now: float) -> None:
+        look = self.model.kernels.look
+        look(owners, now, self._since, self._survival, self._current, self._until)
 
     def _remind(self, owner: int, since: float, milestone: int) -> None:
         if milestone < len(_MILESTONES):

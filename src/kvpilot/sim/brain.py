@@ -6,8 +6,9 @@ import numpy as np
 
 from kvpilot.context.conversation import starts_agent
 from kvpilot.domain import ToolFacts
-from kvpilot.forecast import Forecaster
+from kvpilot.forecast import Forecaster, prior
 from kvpilot.forecast.arrivals import Arrivals
+from kvpilot.sim.compiled import KERNELS
 from kvpilot.sim.policy import ContextPolicy, Run
 from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.view import Reply, Request, SeenSignal
@@ -24,7 +25,7 @@ class Kvpilot(ContextPolicy):
     def __init__(self, run: Run, forecaster: Forecaster | None = None) -> None:
         """``forecaster``: what is known already (default: what is packaged)."""
         super().__init__(run)
-        self.forecaster = forecaster or Forecaster()
+        self.forecaster = forecaster or Forecaster(prior.pauses(KERNELS), prior.cycles(KERNELS))
         self.arrivals = Arrivals()
         self._heard_of: set[int] = set()
         self._now = -1.0
