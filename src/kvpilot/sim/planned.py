@@ -222,7 +222,7 @@ class PlannedNode(Node):
         missing = np.array([below.depth_of(c) - above.depth_of(c) for c in waiting.tolist()], dtype=np.int64)
         if (missing <= 0).all():
             return []
-        leaves, loose = above.leaves()
+        leaves, loose = above.tails()
         held = self._policies[self._order[level]].scores(leaves, now)
         flat = np.zeros(len(waiting), dtype=np.int64)
         found = exchange(

@@ -77,10 +77,11 @@ class TreeCache:
         node = self._rests_on.get(context, ROOT)
         return 0 if node == ROOT else self.start[node] + self._resident[node]
 
-    def leaves(self) -> tuple[Ints, npt.NDArray[np.int64]]:
-        """What could go first: leaves, and how many chunks of each no running request uses."""
-        loose = {leaf: n for leaf in self._leaves if (n := self._loose(leaf))}
-        return np.array(list(loose), dtype=np.int32), np.array(list(loose.values()), dtype=np.int64)
+    def tails(self) -> tuple[Ints, npt.NDArray[np.int64]]:
+        """What could go first: leaves, and how many chunks could go from there up before somebody else, or a running
+        request, is touched. O(nodes of those)."""
+        tails = {leaf: n for leaf in self._leaves if (n := self._tail(leaf))}
+        return np.array(list(tails), dtype=np.int32), np.array(list(tails.values()), dtype=np.int64)
 
     def joined(self, leaves: Ints, values: Floats) -> Floats:
         """``values`` by conversation → by leaf: those of all who rest on it added up. O(leaves + conversations)."""
@@ -261,6 +262,24 @@ class TreeCache:
         """Chunks of a leaf that no running request pins."""
         pins = self._pins.get(leaf)
         return self._resident[leaf] - max(pins.values()) if pins else self._resident[leaf]
+
+    def _tail(self, leaf: int) -> int:
+        """Chunks from the end of a leaf up that only those hold who rest on it."""
+        resident, children, pins, holders, parent = (
+            self._resident,
+            self._children,
+            self._pins,
+            self.holders,
+            self.parent,
+        )
+        chunks = 0
+        node = leaf
+        while node not in pins:
+            chunks += resident[node]
+            node = parent[node]
+            if node == ROOT or children[node] > 1 or node in holders:
+                return chunks
+        return chunks + self._loose(node)
 
     def _evict(self, leaf: int, most: int) -> int:
         gone = min(most, self._loose(leaf))
