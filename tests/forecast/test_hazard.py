@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from kvpilot.forecast import prior
 from kvpilot.forecast.bins import BINS, EDGES, WIDTHS, bin_of, bins_of
-from kvpilot.forecast.curve import Curve, Forecast, curve
+from kvpilot.forecast.curve import Curve, Forecast, curve, worth_in
 from kvpilot.forecast.features import Pause, ToolFacts, pause_features
 from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.waits import Waits
@@ -104,6 +104,20 @@ def test_worth_is_the_best_rate_over_all_times_to_give_up(values: np.ndarray) ->
             held = sum(0.5 * (survival[i] + survival[i + 1]) * WIDTHS[i] for i in range(b, e))
             best = max(best, (survival[b] - survival[e]) / max(held, 1e-12))
         assert found.worth[b] == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+@given(hazards)
+@settings(max_examples=50)
+def test_a_nearer_horizon_never_makes_worth_more_and_the_nearest_is_the_rate_of_the_bin(
+    values: np.ndarray,
+) -> None:
+    survival = np.broadcast_to(1.0 - curve(values).cdf, (BINS, BINS + 1))
+    bins = np.arange(BINS)
+    none, second, hour, ever = (worth_in(survival, bins, horizon) for horizon in (0.0, 1.0, 3600.0, np.inf))
+    assert (none <= second).all() and (second <= hour).all() and (hour <= ever).all()
+    before, after = survival[0, :-1], survival[0, 1:]
+    held = np.maximum(0.5 * (before + after) * WIDTHS, 1e-12)
+    np.testing.assert_allclose(none, (before - after) / held, rtol=1e-6, atol=1e-9)
 
 
 @given(hazards, st.floats(0, 1000), st.floats(0.05, 0.95))

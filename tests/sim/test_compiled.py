@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -25,7 +26,7 @@ def test_a_simulation_forecasts_what_production_does() -> None:
 
 def _lived_through(kernels: Kernels) -> list[float]:
     """Worths along the lives of some conversations, with announced returns and pauses from milliseconds to days."""
-    forecaster = Forecaster(prior.pauses(kernels), prior.cycles(kernels))
+    forecaster = Forecaster(prior.pauses(kernels), prior.cycles(kernels), horizons=(math.inf, 0.3, 20.0))
     draw = random.Random(4)
     now, found = 0.0, []
     for turn in range(150):
@@ -39,5 +40,6 @@ def _lived_through(kernels: Kernels) -> list[float]:
         if turn % 10 == 0:
             forecaster.signal(owner, now, SignalKind.RESUME, eta_s=60.0)
         now += 10 ** draw.uniform(-3, 2 if turn % 40 else 6)
-        found += [*forecaster.worths(now).tolist(), forecaster.worth(owner, now)]
+        for horizon in range(3):
+            found += [*forecaster.worths(now, horizon).tolist(), forecaster.worth(owner, now, horizon)]
     return found

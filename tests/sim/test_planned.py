@@ -75,6 +75,15 @@ def test_who_returns_in_a_rhythm_is_loaded_before_it_returns() -> None:
     assert ours.ttft[40:].mean() < 0.7 * theirs.ttft[40:].mean()
 
 
+def test_all_of_a_conversation_makes_way_not_only_its_last_turn() -> None:
+    # As above, but contexts of many turns: each adds a chunk, and 40 fit into the device.
+    first = [(5.0 * i, agent, 1) for i in range(30) for agent in "ab"]
+    turns = [(200.0 + 60.0 * i + 30.0 * (agent == "b"), agent, 0) for i in range(30) for agent in "ab"]
+    scenario = agents(*first, *turns)
+    ours = run_planned(scenario, SIMPLE, 40, Hints.LIFECYCLE)
+    assert ours.ttft[80:].mean() < 0.5 * lru(scenario, 40).ttft[80:].mean()
+
+
 def test_what_is_over_is_never_written_to_disk() -> None:
     # Each session is over when the next begins; host memory holds two of them.
     scenario = agents(*((100.0 * i, f"s{i}", 4) for i in range(8)))

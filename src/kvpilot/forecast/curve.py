@@ -109,7 +109,7 @@ def curve(hazards: Floats) -> Curve:
     return Curve(cdf)
 
 
-def worth_in(survival: Floats, bins: npt.NDArray[np.intp]) -> Floats:
+def worth_in(survival: Floats, bins: npt.NDArray[np.intp], horizon_s: float = np.inf) -> Floats:
     """For n waits that have reached ``bins`` [n]: max over later edges e of P(it ends by e) ÷ E[room held until then
     or e].
 
@@ -117,6 +117,9 @@ def worth_in(survival: Floats, bins: npt.NDArray[np.intp]) -> Floats:
     and we may give up at any edge. Ranking by it needs neither a horizon nor the price of room: whoever has the
     highest index makes the most of the room, at any pressure. ``survival`` [n, BINS + 1] at ``EDGES``; result [n]
     in 1/s, as seen from the beginning of each wait's bin.
+
+    ``horizon_s``: only moments to give up within that time, but at least the end of the bin. What was given up can be
+    brought back in that time, so what comes later is no reason to hold it now.
     """
     held = np.zeros(survival.shape)
     np.cumsum((survival[:, :-1] + survival[:, 1:]) * _HALF_WIDTHS, axis=1, out=held[:, 1:])
@@ -124,17 +127,29 @@ def worth_in(survival: Floats, bins: npt.NDArray[np.intp]) -> Floats:
     ended = survival[rows, bins][:, None] - survival
     # Of edges behind us the first is at most 0, the second too: they take no part in the maximum.
     cost = np.maximum(held - held[rows, bins][:, None], 1e-12)
+    if horizon_s < np.inf:
+        ends = np.maximum(EDGES[bins] + horizon_s, EDGES[bins + 1])
+        ended[EDGES[None, :] > ends[:, None]] = 0.0
     return np.asarray((ended / cost).max(axis=1))
 
 
 def look(
-    owners: npt.NDArray[np.intp], now: float, since: Floats, survival: Floats, current: Floats, until: Floats
+    owners: npt.NDArray[np.intp],
+    now: float,
+    horizons: Floats,
+    since: Floats,
+    survival: Floats,
+    current: Floats,
+    until: Floats,
 ) -> None:
-    """What the waits of ``owners`` [n] are worth now goes into ``current``, until when that is so into ``until``.
+    """What the waits of ``owners`` [n] are worth now within each of ``horizons`` [k] seconds goes into ``current``
+    [k, owners], until when that is so into ``until``.
 
     By owner: ``since`` when it waits (it may lie ahead), and ``survival`` [BINS + 1] at ``EDGES``.
     """
     elapsed = now - since[owners]
     bins = bins_of(elapsed)
-    current[owners] = worth_ahead(worth_in(survival[owners], bins), np.maximum(-elapsed, 0.0))
+    of_owners, ahead = survival[owners], np.maximum(-elapsed, 0.0)
+    for row, horizon_s in enumerate(horizons.tolist()):
+        current[row, owners] = worth_ahead(worth_in(of_owners, bins, horizon_s), ahead)
     until[owners] = np.where(elapsed < 0.0, now, since[owners] + _ENDS[bins])

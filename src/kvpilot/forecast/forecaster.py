@@ -7,6 +7,7 @@ the next, which stand for a conversation while its request runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -72,10 +73,12 @@ class Forecaster:
         pauses: HazardModel | None = None,
         cycles: HazardModel | None = None,
         intervals: Intervals | None = None,
+        horizons: Sequence[float] = (math.inf,),
     ) -> None:
-        """``pauses`` and ``cycles``: what is known already (default: what is packaged)."""
-        self.pauses = Waits(pauses or prior.pauses())
-        self.cycles = Waits(cycles or prior.cycles())
+        """``pauses`` and ``cycles``: what is known already (default: what is packaged). ``horizons``, seconds: what
+        worths can be asked for, see :func:`kvpilot.forecast.curve.worth_in`."""
+        self.pauses = Waits(pauses or prior.pauses(), horizons)
+        self.cycles = Waits(cycles or prior.cycles(), horizons)
         self.intervals = intervals
         self._rhythms: dict[int, Rhythm] = {}
         self._aside: dict[int, StoredWait] = {}
@@ -192,16 +195,20 @@ class Forecaster:
         wait = None if self._is_running(owner) else self.pauses.get(owner)
         return None if wait is None else Forecast(wait.curve, now - wait.since)
 
-    def worths(self, now: float) -> Floats:
+    def worths(self, now: float, horizon: int = 0) -> Floats:
         """By owner, returns per second that a unit of room held for it brings; 0 where nothing is foreseen. While a
-        request runs, its whole cycle is what comes back."""
+        request runs, its whole cycle is what comes back. ``horizon``: the index of one of ``horizons``."""
         n = len(self._running)
-        pauses, cycles = _padded(self.pauses.worths(now), n), _padded(self.cycles.worths(now), n)
+        pauses, cycles = (_padded(w.worths(now, horizon), n) for w in (self.pauses, self.cycles))
         return np.where(self._running, cycles, pauses)
 
-    def worth(self, owner: int, now: float) -> float:
+    def worth(self, owner: int, now: float, horizon: int = 0) -> float:
         """``worths`` of one owner."""
-        return (self.cycles if self._is_running(owner) else self.pauses).worth(owner, now)
+        return (self.cycles if self._is_running(owner) else self.pauses).worth(owner, now, horizon)
+
+    def changes(self, now: float) -> float:
+        """When ``worths``, which were asked for just now, are others if nothing happens. Infinity: never."""
+        return min(self.pauses.changes(now), self.cycles.changes(now))
 
     # ------------------------------------------------------------ restart
 

@@ -73,7 +73,7 @@ class Kernels:
 
     hazards: Callable[[Singles, Rows], Floats] = hazards_of
     step: Callable[[Singles, Singles, Rows, int, int, bool], None] = step
-    look: Callable[[Rows, float, Floats, Floats, Floats, Floats], None] = look
+    look: Callable[[Rows, float, Floats, Floats, Floats, Floats, Floats], None] = look
 
 
 NUMPY = Kernels()

@@ -45,12 +45,14 @@ class Waits:
     worth is one look-up; a beginning costs a curve, an end a step of learning.
     """
 
-    def __init__(self, model: HazardModel) -> None:
+    def __init__(self, model: HazardModel, horizons: Sequence[float] = (np.inf,)) -> None:
+        """``horizons``, seconds: see :func:`kvpilot.forecast.curve.worth_in`."""
         self.model = model
+        self._horizons = np.array(horizons)
         self._since = np.zeros(64)
         self._survival = np.zeros((64, BINS + 1))
         """By owner, at ``EDGES``."""
-        self._current = np.zeros(64)
+        self._current = np.zeros((len(self._horizons), 64))
         self._until = np.zeros(64)
         """By owner: worth now, and until when that is so."""
         self._now = 0.0
@@ -63,7 +65,7 @@ class Waits:
         while owner >= len(self._since):
             self._since = np.concatenate((self._since, np.zeros_like(self._since)))
             self._survival = np.concatenate((self._survival, np.zeros_like(self._survival)))
-            self._current = np.concatenate((self._current, np.zeros_like(self._current)))
+            self._current = np.concatenate((self._current, np.zeros_like(self._current)), axis=1)
             self._until = np.concatenate((self._until, np.zeros_like(self._until)))
         found = curve(self.model.hazards(features))
         self._since[owner] = now
@@ -89,7 +91,7 @@ class Waits:
     def drop(self, owner: int) -> None:
         """The wait is over without an end to learn from."""
         if self._open.pop(owner, None) is not None:
-            self._survival[owner] = self._current[owner] = 0.0
+            self._survival[owner] = self._current[:, owner] = 0.0
             self._until[owner] = np.inf
 
     def tick(self, now: float) -> None:
@@ -118,15 +120,15 @@ class Waits:
         """An open wait: its curve, its features and since when it lasts."""
         return self._open.get(owner)
 
-    def worth(self, owner: int, now: float) -> float:
+    def worth(self, owner: int, now: float, horizon: int = 0) -> float:
         """``worths`` of one owner."""
         if owner >= len(self._until):
             return 0.0
         if not now < self._until[owner] or now < self._now:
             self._look(np.array([owner]), now)
-        return float(self._current[owner])
+        return float(self._current[horizon, owner])
 
-    def worths(self, now: float) -> Floats:
+    def worths(self, now: float, horizon: int = 0) -> Floats:
         """By owner: returns per second that a unit of room held for it brings; 0 where it does not wait.
 
         Worth is constant within a bin of :mod:`kvpilot.forecast.bins`, so only those are looked at whose bin has
@@ -136,11 +138,16 @@ class Waits:
         self._now = now
         if len(changed):
             self._look(changed, now)
-        return self._current.copy()
+        found: Floats = self._current[horizon].copy()
+        return found
+
+    def changes(self, now: float) -> float:
+        """When the next worth is another one if nothing happens: a bin of some wait ends then. Infinity: never."""
+        return float(self._until.min(where=self._until > now, initial=np.inf))
 
     def _look(self, owners: npt.NDArray[np.intp], now: float) -> None:
         look = self.model.kernels.look
-        look(owners, now, self._since, self._survival, self._current, self._until)
+        look(owners, now, self._horizons, self._since, self._survival, self._current, self._until)
 
     def _remind(self, owner: int, since: float, milestone: int) -> None:
         if milestone < len(_MILESTONES):

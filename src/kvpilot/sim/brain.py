@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvpilot.context.conversation import starts_agent
@@ -25,11 +28,11 @@ class Kvpilot(ContextPolicy):
     def __init__(self, run: Run, forecaster: Forecaster | None = None) -> None:
         """``forecaster``: what is known already (default: what is packaged)."""
         super().__init__(run)
-        self.forecaster = forecaster or Forecaster(prior.pauses(KERNELS), prior.cycles(KERNELS))
+        self.forecaster = forecaster or knowing()
         self.arrivals = Arrivals()
         self._heard_of: set[int] = set()
         self._now = -1.0
-        self._values: Floats | None = None
+        self._values: dict[int, Floats] = {}
 
     def on_request(self, request: Request) -> None:
         self._now = -1.0
@@ -58,26 +61,32 @@ class Kvpilot(ContextPolicy):
         # Returns of several holders add up; what nobody holds is below any worth.
         return self.ranked(self.cache, leaves, now)
 
-    def ranked(self, cache: TreeCache, leaves: Ints, now: float) -> Floats:
+    def ranked(self, cache: TreeCache, leaves: Ints, now: float, horizon: int = 0) -> Floats:
         """Scores of the leaves of any tier."""
         if len(leaves) == 1:
-            return np.array([self._ranked_one(cache, int(leaves[0]), now)])
-        held = cache.joined(leaves, self.worths(now))
+            return np.array([self._ranked_one(cache, int(leaves[0]), now, horizon)])
+        held = cache.joined(leaves, self.worths(now, horizon))
         rates = self.arrivals.rates(leaves, now)
         return np.where(held + rates > 0.0, held + rates, cache.last_used[leaves] + NOBODY)
 
     def newcomer(self, request: Request, now: float) -> float:
         # All worths are only looked up where something has to make way.
-        return self.forecaster.worth(request.context, now)
+        return self.worth(request.context, now)
 
-    def worths(self, now: float) -> Floats:
+    def worth(self, context: int, now: float, horizon: int = 0) -> float:
+        """``worths`` of one conversation."""
+        return self.forecaster.worth(context, now, horizon)
+
+    def worths(self, now: float, horizon: int = 0) -> Floats:
         """By conversation: returns per second that a unit of room held for it brings."""
-        if self._values is None or now != self._now:
-            self._values, self._now = self.forecaster.worths(now), now
-        return self._values
+        if now != self._now:
+            self._values, self._now = {}, now
+        if horizon not in self._values:
+            self._values[horizon] = self.forecaster.worths(now, horizon)
+        return self._values[horizon]
 
-    def _ranked_one(self, cache: TreeCache, leaf: int, now: float) -> float:
-        worths, holders = self.worths(now), cache.holders.get(leaf, ())
+    def _ranked_one(self, cache: TreeCache, leaf: int, now: float, horizon: int) -> float:
+        worths, holders = self.worths(now, horizon), cache.holders.get(leaf, ())
         worth = sum(float(worths[context]) for context in sorted(holders)) + self.arrivals.rate(leaf, now)
         return worth if worth > 0.0 else NOBODY + float(cache.last_used[leaf])
 
@@ -97,6 +106,11 @@ class Kvpilot(ContextPolicy):
                 known.append(tip)
                 tip = parent[tip]
             self.arrivals.begin(known, now)
+
+
+def knowing(horizons: Sequence[float] = (math.inf,)) -> Forecaster:
+    """What is packaged, as a simulation runs it; ``horizons`` as in :class:`Forecaster`."""
+    return Forecaster(prior.pauses(KERNELS), prior.cycles(KERNELS), horizons=horizons)
 
 
 def tool_facts(call: ToolUse) -> ToolFacts:

@@ -57,17 +57,29 @@ def _step(weights: Singles, squares: Singles, rows: Rows, first: int, last: int,
 
 
 @jit
-def _look(owners: Rows, now: float, since: Floats, survival: Floats, current: Floats, until: Floats) -> None:
+def _look(
+    owners: Rows,
+    now: float,
+    horizons: Floats,
+    since: Floats,
+    survival: Floats,
+    current: Floats,
+    until: Floats,
+) -> None:
     for owner in owners:
         elapsed = now - since[owner]
         first = 0
         while first < BINS - 1 and elapsed >= EDGES[first + 1]:
             first += 1
-        held = worth = 0.0
-        for b in range(first, BINS):
-            held += 0.5 * (survival[owner, b] + survival[owner, b + 1]) * WIDTHS[b]
-            worth = max(worth, (survival[owner, first] - survival[owner, b + 1]) / max(held, 1e-12))
-        current[owner] = worth / (1.0 + max(0.0, -elapsed) * worth)
+        for row in range(len(horizons)):
+            last_edge = max(EDGES[first] + horizons[row], EDGES[first + 1])
+            held = worth = 0.0
+            for b in range(first, BINS):
+                if EDGES[b + 1] > last_edge:
+                    break
+                held += 0.5 * (survival[owner, b] + survival[owner, b + 1]) * WIDTHS[b]
+                worth = max(worth, (survival[owner, first] - survival[owner, b + 1]) / max(held, 1e-12))
+            current[row, owner] = worth / (1.0 + max(0.0, -elapsed) * worth)
         if elapsed < 0.0:
             until[owner] = now
         elif first < BINS - 1:

@@ -1,17 +1,20 @@
 """Several tiers as kvpilot runs them: forecasts say what each conversation is worth, :mod:`kvpilot.plan` what to move.
 
 * Device and host memory keep what is worth most; both take what is computed, as the engine and the cache layer do.
+* What a conversation is worth in a tier looks no further ahead than the link from below needs to bring a part of the
+  tier: room is not held for who returns in a minute where bringing it back takes milliseconds.
 * Between requests what lies below and is worth more than what lies above is loaded, most worth first. A link serves
   requests before prefetches; a prefetch that is not in the next plan is given up, what it brought stays.
 * Disk is written when host memory gives something up, or had no room for it, and only what is forecast to be used
   again: what was superseded meanwhile, or belongs to a session that has ended, never is.
 
-Plans are made after each reply and signal, and again after pauses that double, as forecasts change by the logarithm of
-the time that a wait lasts.
+Plans are made after each reply and signal, and again whenever some wait has lasted so long that it is worth more or
+less than before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -21,17 +24,20 @@ from kvpilot.domain import SignalKind, Tier
 from kvpilot.plan.exchange import Ints, Rows, exchange
 from kvpilot.plan.placement import PlacementSettings
 from kvpilot.replay.plan import Hints
-from kvpilot.sim.brain import Kvpilot
+from kvpilot.sim.brain import Kvpilot, knowing
 from kvpilot.sim.hardware import Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.policy import ContextPolicy, Run
-from kvpilot.sim.tiers import Node, Step, TieredOutcome
+from kvpilot.sim.tiers import Node, Step, TieredOutcome, capacities
 from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.workload import ROOT, Floats
 from kvpilot.sim.workload import Ints as NodeInts
 
-FIRST_TICK_S = 0.1
-LAST_TICK_S = 60.0
+FIRST_TICK_S, LAST_TICK_S = 0.1, 1.0
+"""What plans made for time alone are apart at least, when something has just happened, and in between."""
+TURNED = 1 / 3
+"""Worths look ahead for as long as the link into a tier takes to turn over so much of it: what is needed later can be
+loaded later."""
 
 
 def run_planned(
@@ -48,14 +54,14 @@ def run_planned(
 
 
 class _Ranked(ContextPolicy):
-    """A tier that is ranked by what another policy knows."""
+    """A tier that is ranked by what another policy knows, within the horizon of that number."""
 
-    def __init__(self, run: Run, brain: Kvpilot) -> None:
+    def __init__(self, run: Run, brain: Kvpilot, horizon: int) -> None:
         super().__init__(run)
-        self._brain = brain
+        self._brain, self._horizon = brain, horizon
 
     def scores(self, leaves: NodeInts, now: float) -> Floats:
-        return self._brain.ranked(self.cache, leaves, now)
+        return self._brain.ranked(self.cache, leaves, now, self._horizon)
 
 
 @dataclass(slots=True)
@@ -110,12 +116,18 @@ class PlannedNode(Node):
         settings: PlacementSettings,
     ) -> None:
         brains: list[Kvpilot] = []
+        tiers = capacities(hardware, device_chunks)
+        chunk_bytes = scenario.workload.chunk_tokens * hardware.bytes_per_token
+        horizons = [
+            TURNED * chunks * chunk_bytes / store.read_bytes_per_s
+            for chunks, store in zip(tiers.values(), hardware.stores, strict=False)
+        ]
 
         def make(run: Run, tier: Tier) -> ContextPolicy:
             if not brains:
-                brains.append(Kvpilot(run))
+                brains.append(Kvpilot(run, knowing((*horizons, math.inf))))
                 return brains[0]
-            return _Ranked(run, brains[0])
+            return _Ranked(run, brains[0], list(tiers).index(tier))
 
         super().__init__(scenario, hardware, device_chunks, make, hints)
         self._brain = brains[0]
@@ -145,12 +157,12 @@ class PlannedNode(Node):
         if self._due:
             self._due = False
             self._plan(now)
+            self._later(max(now + self._tick_s, self._brain.forecaster.changes(now)))
 
     def ticked(self, number: int, now: float) -> None:
         if number == self._tick:
-            self._tick_s = min(LAST_TICK_S, 2.0 * self._tick_s)
-            self._later(now)
             self._due = True
+            self._tick_s = min(LAST_TICK_S, 2.0 * self._tick_s)
 
     def load(self, call: int, now: float) -> tuple[int, float]:
         caches = [self._caches[tier] for tier in self._order]
@@ -165,13 +177,14 @@ class PlannedNode(Node):
         self._tips[request.context] = request.tip
         self._live.add(request.context)
         self._brain.on_request(request)
-        worth = self._brain.newcomer(request, now)
         for cache in caches:
             cache.follow(request.context, request.tip, now)
-        for cache, policy in self._above():
+        for level, (cache, policy) in enumerate(self._above()):
+            worth = self._brain.worth(request.context, now, level)
             cache.request(call, request.tip, request.context, now, policy.scores, worth)
         self._keep_a_copy(request.context, request.tip)
-        self._soon(now)
+        self._tick_s = FIRST_TICK_S
+        self._later(now + FIRST_TICK_S)
         return here, ready
 
     def replied(self, call: int, now: float) -> None:
@@ -179,23 +192,23 @@ class PlannedNode(Node):
         request, reply = self._requests.pop(call), self._tables.reply(call, now)
         latest = self._latest[request.context] == call
         self._brain.on_end(request, reply)
-        worth = self._brain.newcomer(request, now)
-        for cache, policy in self._above():
+        for level, (cache, policy) in enumerate(self._above()):
             context = request.context if latest else None
+            worth = self._brain.worth(request.context, now, level)
             cache.end(call, request.tip, reply.tip, context, now, policy.scores, worth)
         if latest:
             caches[-1].follow(request.context, reply.tip, now)
             # The engine still has all of it: what was not worth a place while it ran may be now.
             depth = self._workload.depth(reply.tip)
+            worth = self._brain.worth(request.context, now, 0)
             caches[0].bring(
                 request.context, reply.tip, depth, now, self._policies[self._order[0]].scores, worth
             )
             self._tips[request.context] = reply.tip
             self._keep_a_copy(request.context, reply.tip)
         self._unfinished -= 1
-        self._due = True
+        self._due, self._tick_s = True, FIRST_TICK_S
         self._say_what_follows(call, now)
-        self._soon(now)
 
     def signalled(self, signal: int, now: float) -> None:
         said = replace(self._view.signals[signal], at=now)
@@ -204,17 +217,16 @@ class PlannedNode(Node):
             self._live.discard(said.context)
             for cache in self._caches.values():
                 cache.release(said.context)
-        self._due = True
-        self._soon(now)
+        self._due, self._tick_s = True, FIRST_TICK_S
 
     # ------------------------------------------------------------ plans
 
     def _plan(self, now: float) -> None:
-        worths = self._brain.worths(now)
-        waiting = np.array(
-            [c for c in sorted(self._live) if worths[c] >= self._settings.least_load], dtype=np.int64
-        )
         for level, link in enumerate(self._links):
+            worths = self._brain.worths(now, level)
+            waiting = np.array(
+                [c for c in sorted(self._live) if worths[c] >= self._settings.least_load], dtype=np.int64
+            )
             link.loads = self._loads(level, link, waiting, worths, now) if len(waiting) else []
 
     def _loads(self, level: int, link: _Link, waiting: Ints, worths: Floats, now: float) -> list[_Load]:
@@ -243,7 +255,7 @@ class PlannedNode(Node):
             return
         above, below = (self._caches[tier] for tier in self._order[level : level + 2])
         policy = self._policies[self._order[level]]
-        worths = self._brain.worths(now)
+        worths = self._brain.worths(now, level)
         while left > 0 and link.loads:
             load = link.loads[0]
             tip = self._tips[load.context]
@@ -256,15 +268,11 @@ class PlannedNode(Node):
             if load.chunks <= 0 or brought < most or most <= 0:
                 link.loads.pop(0)
 
-    def _soon(self, now: float) -> None:
-        """Something happened: plans are due in short intervals again."""
-        self._tick_s = FIRST_TICK_S
-        self._later(now)
-
-    def _later(self, now: float) -> None:
-        if self._unfinished:
+    def _later(self, when: float) -> None:
+        """The next plan is due then, or when something happens before."""
+        if self._unfinished and when < math.inf:
             self._tick += 1
-            self.at(now + self._tick_s, Step.TICK, self._tick)
+            self.at(when, Step.TICK, self._tick)
 
     # ------------------------------------------------------------ copies below
 
@@ -286,7 +294,8 @@ class PlannedNode(Node):
 
     def _write(self, contexts: Collection[int], tip: int, depth: int) -> None:
         """The first ``depth`` chunks up to ``tip``, which these conversations hold."""
-        now, worths, lowest = self._now, self._brain.worths(self._now), self._caches[self._order[-1]]
+        now, lowest = self._now, self._caches[self._order[-1]]
+        worths = self._brain.worths(now, len(self._links))
         worth = float(sum(worths[context] for context in contexts))
         while tip != ROOT and worth + self._brain.arrivals.rate(tip, now) < self._settings.least_write:
             # Of what nobody comes back to its beginning may still be what others begin with.
