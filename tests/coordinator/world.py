@@ -24,6 +24,7 @@ from kvpilot.domain import (
     TokenArray,
 )
 from kvpilot.ingest.residency import Residency
+from tests.coordinator.engine import PluggedEngine
 
 Message = dict[str, Any]
 
@@ -62,10 +63,12 @@ class World:
         recheck_s: tuple[float, ...] = (0.0,),
         block_size: int = 64,
         render: Callable[[Any], Awaitable[TokenArray]] | None = None,
+        plugged: bool = False,
     ) -> None:
         self.now = 1000.0
         self.layer = MemoryLayer(chunk_size)
         self.residency = Residency()
+        self.engine = PluggedEngine(self.residency) if plugged else None
         self.service = CoordinatorService(
             backend=self.layer,
             residency=self.residency,
@@ -73,6 +76,7 @@ class World:
             space_of=lambda salt: Space("m", salt),
             settings=ServiceSettings(mode=mode, recheck_s=recheck_s, block_size=block_size),
             render=render,
+            plugin=self.engine,
             clock=lambda: self.now,
         )
         self._ids = itertools.count(1)

@@ -125,11 +125,30 @@ def test_demoted_rank_below_live_and_retained_above_until_the_wish_ends() -> Non
     assert order(book, 12.5)[0] != "demoted", "its next request takes the demotion back"
 
 
+def only_context(book: Book, name: str) -> Context:
+    session = book.get(("", name))
+    assert session is not None
+    [context] = session.contexts
+    return context
+
+
+def test_a_context_somebody_tells_of_is_claimed_and_no_return_of_its_session() -> None:
+    book = Book(SIZE, 100)
+    turn(book, "a", chain("x", "y"), 0.0)
+    context = only_context(book, "a")
+    book.learn(("", "a"), chain("x", "y", "z"), range(3 * SIZE), 1.0)
+    assert only_context(book, "a") is context
+    assert (context.hashes, len(context.tokens)) == (chain("x", "y", "z"), 3 * SIZE)
+    assert context.waits_since == 0.0, "it waits as long as before"
+    book.learn(("", "b"), chain("p"), range(SIZE), 2.0)
+    assert book.claimed[chain("p")[0]] == only_context(book, "b").number
+
+
 def test_who_is_expected_soon_ranks_above_who_left_earlier_or_later() -> None:
     book = Book(SIZE, 100)
     for name in ("a", "soon", "b"):
         turn(book, name, chain(name), 0.0)
-    book.expect(("", "soon"), at=101.0)
+    book.expect(only_context(book, "soon"), at=101.0)
     assert order(book, 100.0)[-1] == "soon"
 
 
@@ -137,7 +156,7 @@ def test_who_is_due_any_moment_ranks_above_who_has_just_left_for_a_while() -> No
     book = Book(SIZE, 100)
     turn(book, "due", chain("a"), 0.0)
     turn(book, "just left", chain("b"), 99.0)
-    book.due(("", "due"), until=110.0)
+    book.due(only_context(book, "due"), until=110.0)
     assert order(book, 100.0)[-1] == "due"
     assert order(book, 111.0)[-1] == "just left"
 

@@ -110,9 +110,14 @@ class Machine(RuleBasedStateMachine):
         elif what == "release":
             self.book.release(key)
         elif what == "expect":
-            self.book.expect(key, self.now + 5)
+            for session in self.book.sessions(key, tree=False):
+                self.book.expect(session.contexts[-1], self.now + 5)
         else:
             self.book.retain(key, self.now + 20, self.now)
+
+    @rule(key=st.sampled_from(SESSIONS), parts=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
+    def is_learned_of(self, key: SessionKey, parts: list[str]) -> None:
+        self.book.learn(key, chain(key[0], *parts), [], self.now)
 
     @rule(key=st.sampled_from(SESSIONS), parts=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
     def blocks_are_given_up_or_wished_for(self, key: SessionKey, parts: list[str]) -> None:

@@ -211,6 +211,7 @@ def create_app(
             "mode": service.mode,
             "version": __version__,
             "directory_stale": service.residency.stale(service.clock()),
+            "engine_plugin": service.device.active,
         }
 
     @app.get(f"{PREFIX}/sessions", dependencies=guard)

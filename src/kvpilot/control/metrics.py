@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpilot.coordinator.device import Device
 from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.service import CoordinatorService
 
@@ -63,6 +64,7 @@ class ServiceCollector(Collector):
             "tier",
             {u.tier.value: u.capacity_bytes for u in service.residency.usage},
         )
+        yield from _device(service.device)
         yield from _forecasts(service.forecasts)
         yield _counter(
             "demoted_chunks_in_hindsight",
@@ -88,6 +90,20 @@ class ServiceCollector(Collector):
         yield GaugeMetricFamily(
             "kvpilot_mode_active", "1 = acts, 0 = passive.", int(service.mode == "kvpilot")
         )
+
+
+def _device(device: Device) -> Iterator[Metric]:
+    state = device.state
+    yield GaugeMetricFamily("kvpilot_engine_plugin", "1 = the device pool is steered.", int(device.active))
+    yield _gauge("device_blocks", "Blocks of the device pool.", "state", dict(state.blocks if state else {}))
+    requests = dict(state.requests if state else {})
+    yield _gauge("engine_requests", "Requests in the engine.", "state", requests)
+    orders = CounterMetricFamily(
+        "kvpilot_device_orders", "Orders to the engine's plug-in.", labels=["kind", "outcome"]
+    )
+    for (kind, outcome), count in device.outcomes.items():
+        orders.add_metric([kind, outcome], count)
+    yield orders
 
 
 def _forecasts(forecasts: Forecasts) -> Iterator[Metric]:

@@ -8,11 +8,14 @@ cache layer has confirmed it on disk, whether the plan took it for dead or not.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.domain import ActionKind, Space, Tier, TierUsage
+from kvpilot.plan.exchange import Floats
 from kvpilot.plan.holdings import Holdings
 from kvpilot.plan.placement import Move, MoveKind, PlacementSettings, TierLimits, plan
 from kvpilot.sessions.book import Session, Thread
@@ -31,6 +34,10 @@ class PlannerSettings:
     """Disk bandwidth assumed for a load until measured."""
     budgets: Mapping[str, float] = field(default_factory=dict)
     """Tenant → share of host memory that its contexts may fill at most."""
+    device_up_to: float = 0.9
+    """Of the engine's own pool: the rest is left to what running requests add."""
+    device_bytes_per_s: float = 500e6
+    """At which contexts are brought there beside running requests."""
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
 
@@ -50,6 +57,8 @@ class Decision:
     at: float
     worth: float
     group: frozenset[str] = frozenset()
+    tier: Tier = Tier.HOST
+    """Into which it is brought, or which it leaves."""
 
 
 class Picture:
@@ -73,6 +82,8 @@ class Picture:
         self._arriving = 0
         """Chunks that are being brought into host memory."""
         self._tenants: dict[str, int] = {}
+        self._device = service.device.prefetches and service.device.pool_tokens > 0
+        self._threads: list[Thread] = []
         self._fill_runs()
         self._in_host = {
             owner: any(self._holdings.here[0, row] for row in self._holdings.path(tip))
@@ -81,6 +92,7 @@ class Picture:
         for session, thread in service.book.threads():
             if thread.owner in self._tips:
                 self._add(session, thread, thread.owner in recent)
+                self._threads.append(thread)
 
     # ------------------------------------------------------------ what is asked of it
 
@@ -102,7 +114,35 @@ class Picture:
         worths = self._service.forecasts.worths(self._now)
         moves = plan(self._holdings, worths, limits, self._now, self._settings.placement)
         loads = [move for move in moves if move.kind is MoveKind.LOAD]
-        return [*out, *self._demotions(moves), *self._prefetches(loads)]
+        out += [*self._demotions(moves), *self._prefetches(loads)]
+        return out + self._on_device(worths, size) if self._device else out
+
+    def _on_device(self, worths: Floats, chunk_bytes: int) -> list[Decision]:
+        """The same plan one tier higher: what lies in host memory and returns soon goes into the engine's pool. There
+        nothing is dropped to make room, the engine reuses what it needs by itself."""
+        service = self._service
+        here, busy = np.zeros_like(self._holdings.here), self._holdings.running > 0
+        here[1] = self._holdings.here[0]
+        for thread in self._threads:
+            rows = list(self._holdings.path(self._tips[thread.owner]))[::-1]
+            left = service.device.resident(thread) // service.backend.chunk_size
+            for row in rows:
+                here[0, row] = max(here[0, row], min(left, len(self._runs[row].chunks)))
+                left = max(0, left - len(self._runs[row].chunks))
+            if service.tasks.busy(thread.owner) or service.device.resting(thread):
+                busy[rows] = True
+        holdings = self._holdings.elsewhere((Tier.DEVICE, Tier.HOST), here, busy)
+        pool = TierLimits(
+            capacity=service.device.pool_tokens // service.backend.chunk_size,
+            read_chunks_per_s=UNBOUNDED,
+            fill_to=self._settings.device_up_to,
+        )
+        speed = self._settings.device_bytes_per_s / chunk_bytes
+        limits = [pool, TierLimits(capacity=UNBOUNDED, read_chunks_per_s=speed, managed=False)]
+        placement = self._settings.placement
+        moves = plan(holdings, worths, limits, self._now, replace(placement, least_load=placement.spared))
+        loads = [move for move in moves if move.kind is MoveKind.LOAD]
+        return [*self._demotions(moves, Tier.DEVICE), *self._prefetches(loads, Tier.DEVICE)]
 
     def ranked(self) -> list[tuple[float, str]]:
         """Worth and name of the conversations that could be demoted, least worth first."""
@@ -186,11 +226,11 @@ class Picture:
                 out.append(Decision(ActionKind.DEMOTE, None, work, len(taken), reason, self._now, 0.0))
         return out
 
-    def _demotions(self, moves: list[Move]) -> list[Decision]:
-        """What leaves host memory: of each conversation in one piece, of what several share by run."""
+    def _demotions(self, moves: list[Move], tier: Tier = Tier.HOST) -> list[Decision]:
+        """What leaves the tier: of each conversation in one piece, of what several share by run."""
         gone: dict[int, tuple[int, int, str, float]] = {}
         for move in moves:
-            if move.kind is MoveKind.DROP and move.tier is Tier.HOST:
+            if move.kind is MoveKind.DROP and move.tier is tier:
                 first, end, reason, worth = gone.get(
                     move.run, (move.first, move.end, move.reason, move.worth)
                 )
@@ -209,12 +249,14 @@ class Picture:
             reason, worth = gone[rows[0]][2], max(gone[row][3] for row in rows)
             out.append(
                 Decision(
-                    ActionKind.DEMOTE, owner, work, len(chunks), reason, self._now, worth, frozenset(holders)
+                    *(ActionKind.DEMOTE, owner, work, len(chunks), reason, self._now, worth),
+                    group=frozenset(holders),
+                    tier=tier,
                 )
             )
         return out
 
-    def _prefetches(self, loads: list[Move]) -> list[Decision]:
+    def _prefetches(self, loads: list[Move], tier: Tier = Tier.HOST) -> list[Decision]:
         """For each run the head of one context up to its end; runs on one context's way are one prefetch."""
         out: dict[str, Decision] = {}
         deepest = sorted(range(len(loads)), key=lambda at: -int(self._holdings.depth[loads[at].run]))
@@ -232,18 +274,16 @@ class Picture:
                 end = ahead - len(self._runs[move.run].chunks) + move.end
                 head = tuple(self._service.references.chunks(owner)[:end])
                 work = Work(self._runs[move.run].space, head, owner)
+                reason = "into the device pool: " * (tier is Tier.DEVICE) + move.reason
                 out[owner] = Decision(
-                    ActionKind.PREFETCH, owner, work, move.chunks, move.reason, move.at, move.worth
+                    *(ActionKind.PREFETCH, owner, work, move.chunks, reason, move.at, move.worth), tier=tier
                 )
             else:
-                out[owner] = Decision(
-                    before.kind,
-                    owner,
-                    before.work,
-                    before.chunks + move.chunks,
-                    before.reason,
-                    min(before.at, move.at),
-                    max(before.worth, move.worth),
+                out[owner] = replace(
+                    before,
+                    chunks=before.chunks + move.chunks,
+                    at=min(before.at, move.at),
+                    worth=max(before.worth, move.worth),
                 )
         return sorted(out.values(), key=lambda decision: (decision.at, -decision.worth, decision.owner or ""))
 

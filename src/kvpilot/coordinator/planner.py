@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.placing import Decision, Picture, PlannerSettings, chunk_bytes
 from kvpilot.coordinator.service import CoordinatorService
-from kvpilot.domain import ActionKind, ActionRecord, SessionState
+from kvpilot.domain import ActionKind, ActionRecord, SessionState, Tier
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,9 @@ class Planner:
         due = [d for d in picture.decisions() if self._is_due(d, now)] if picture is not None else []
         for decision in due:
             started += self._carry_out(decision, now)
-        if picture is not None and due:
-            self._note(due, picture, now)
+        on_host = [decision for decision in due if decision.tier is Tier.HOST]
+        if picture is not None and on_host:
+            self._note(on_host, picture, now)
         return started
 
     def decisions(self) -> list[Decision]:
@@ -135,6 +136,8 @@ class Planner:
             del self.taken[next(iter(self.taken))]
 
     def _carry_out(self, decision: Decision, now: float) -> list[ActionRecord]:
+        if decision.tier is Tier.DEVICE:
+            return self._carry_out_on_device(decision)
         for owner in decision.group or (decision.owner or ORPHANS,):
             self._tried[owner] = now
         thread = self._service.book.thread(decision.owner) if decision.owner is not None else None
@@ -146,6 +149,13 @@ class Planner:
                 decision.work, tenant, session, "plan", None, decision.reason, decision.group
             )
         ]
+
+    def _carry_out_on_device(self, decision: Decision) -> list[ActionRecord]:
+        """What makes way is only told to the engine: it reuses in its own order."""
+        if decision.kind is ActionKind.PREFETCH:
+            return [self._service.begin_device_prefetch(decision.work, decision.chunks, decision.reason)]
+        self._service.make_way_on_device(decision.group, decision.work.chunks[0])
+        return []
 
     def _forget_old(self, now: float) -> None:
         self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}

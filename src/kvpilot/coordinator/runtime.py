@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from fastapi import FastAPI
 
+from kvpilot.backends.engine_plugin import EnginePlugin
 from kvpilot.backends.lmcache import LMCacheBackend
 from kvpilot.config import Config
 from kvpilot.context.engine_render import EngineRenderer
@@ -46,6 +47,7 @@ class Runtime:
         self.config = config
         self.store = Store(config.state_dir / "coordinator.sqlite")
         self.backend = LMCacheBackend.from_config(config)
+        self.plugin = EnginePlugin.from_config(config)
         self.residency = Residency()
         self.poller = DirectoryPoller(self.backend, self.residency, config.coordinator.directory_poll_s)
         self.events: KvEventSubscriber | None = None
@@ -73,6 +75,7 @@ class Runtime:
                 block_size=config.engine.block_size,
             ),
             render=self.renderer.prompt,
+            plugin=self.plugin,
             nudge=self.poller.nudge,
         )
         self.link = LinkServer(
@@ -138,6 +141,7 @@ class Runtime:
             self.link.run,
             self.service.segments.run,
             self.service.executor.watch_loop,
+            self.service.device.run,
             lambda: self.planner.run(self.config.coordinator.tick_s),
             self._flush_loop,
             self._housekeeping,
@@ -183,6 +187,7 @@ class Runtime:
         if self.service.recorder is not None:
             await self.service.recorder.flush()
         await self.renderer.close()
+        await self.plugin.close()
         await self.backend.close()
         self.store.close()
 

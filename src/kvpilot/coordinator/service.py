@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvpilot.backends.base import Backend
+from kvpilot.backends.base import Backend, BackendError
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Deferral, Work
 from kvpilot.coordinator.asking import Render
 from kvpilot.coordinator.awaited import AwaitedTokens
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
+from kvpilot.coordinator.device import Device, Plugin
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.hindsight import Hindsight
@@ -49,7 +50,7 @@ from kvpilot.domain import (
 from kvpilot.forecast.forecaster import StoredRhythm
 from kvpilot.ingest.residency import Residency
 from kvpilot.sessions.book import Session, SessionBook, Thread
-from kvpilot.sessions.references import ReferenceTable
+from kvpilot.sessions.references import ReferenceTable, Released
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ ANNOUNCEMENTS: dict[ActionKind, SignalKind] = {
 
 UNSETTLED = "a request of the session is running, or its tokens are still asked for"
 WENT_ON = "the session went on before its running request had ended"
+
+DEVICE_PREFETCH_S = 30.0
+"""How long it is waited for, the engine's busy times included; the engine goes on with it by itself."""
 
 TREE_SIGNALS = (SignalKind.END, SignalKind.SUSPEND, SignalKind.RESUME)
 """What is true of a session's children too when it is said of the session."""
@@ -96,7 +100,8 @@ class StoredThread(NamedTuple):
 
 class CoordinatorService:
     """``on_session`` and ``on_forget`` are told when a session's stored state changes (the store listens).
-    ``render`` gives a chat's tokens where replies do not; without it such requests are not mapped."""
+    ``render`` gives a chat's tokens where replies do not; without it such requests are not mapped. ``plugin``: the
+    engine's, if it may have one."""
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class CoordinatorService:
         space_of: Callable[[str], Space],
         settings: ServiceSettings,
         render: Render | None = None,
+        plugin: Plugin | None = None,
         nudge: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -136,6 +142,7 @@ class CoordinatorService:
             unmapped=self.mapper.unmapped,
             clock=clock,
         )
+        self.device = Device(plugin, residency, self.references, clock)
         self.tasks = ActionTasks()
         self.awaited = AwaitedTokens(
             render,
@@ -206,7 +213,19 @@ class CoordinatorService:
             self.awaited.ask_reply(mapped)
         dead = list(reversed(mapped.released.chunks))
         dead += self._take_leftover(thread)
+        if mapped.output is not None:
+            self._keep(mapped.session, thread)
+        self._let_device_know(mapped.session, mapped.released)
         return self._evict_dead(mapped.session, mapped.released.space, dead, "supersession")
+
+    def _let_device_know(self, session: Session, released: Released) -> None:
+        if self.mode == "kvpilot":
+            self.device.gave_up(session.id, released)
+
+    def _keep(self, session: Session, thread: Thread) -> None:
+        """A client's wish for the context, which the cache layer knows nothing of."""
+        if self.mode == "kvpilot":
+            self.device.kept(session.id, thread.space, thread.keep_until - self.clock())
 
     def _signalled(self, event: Signal) -> list[ActionRecord]:
         session = self.mapper.on_signal(event)
@@ -215,6 +234,9 @@ class CoordinatorService:
         self.on_session(session)
         if self.recorder is not None:
             self.recorder.signal(session, event)
+        if event.retention is not None:
+            for thread in session.threads.values():
+                self._keep(session, thread)
         kind = SIGNAL_ACTIONS.get(event.kind)
         if kind is None:
             return []
@@ -332,6 +354,7 @@ class CoordinatorService:
                 dead.setdefault(thread.space, {}).update(dict.fromkeys(reversed(released)))
             if target.whole:
                 dead.setdefault(thread.space, {}).update(dict.fromkeys(self._take_leftover(thread)))
+                self.device.ended(thread.session[1], thread.space)
         works = [Work(space, tuple(chunks)) for space, chunks in dead.items()] or [_first([])]
         self._begun(record, works[0])
         # Written down before the first is done: from here on nothing else knows of them.
@@ -363,12 +386,15 @@ class CoordinatorService:
     def _give_up(self, thread: Thread, cut: int | None, asked: dict[bytes, None]) -> tuple[bytes, ...]:
         """Take the thread's reference away, or, for a range edit, back to where the range began."""
         self._changed(thread)
+        session = self.book.sessions[thread.session]
         if cut is None:
-            return self.references.drop(thread.owner).chunks
+            released = self.references.drop(thread.owner)
+            self._let_device_know(session, released)
+            return released.chunks
         before = thread.leftover or self.references.chunks(thread.owner)
         tokens = self.references.tokens(thread.owner)
         if cut < len(tokens):
-            self.references.set(thread.owner, thread.space, tokens[:cut])
+            self._let_device_know(session, self.references.set(thread.owner, thread.space, tokens[:cut]))
         thread.leftover = [b"" if chunk in asked else chunk for chunk in before]
         return ()
 
@@ -391,6 +417,7 @@ class CoordinatorService:
         for work in works:
             if (thread := self.book.thread(work.owner) if work.owner else None) is not None:
                 self.sent_down[thread.owner] = thread.turns
+                self._send_down(thread, None if target.whole else work.chunks[0])
         late = {t.owner: t for t in target.threads if target.whole and t.unsettled}
         group = frozenset([*(work.owner for work in works if work.owner is not None), *late])
         now = [work for work in disjoint(works) if work.owner not in late]
@@ -509,6 +536,59 @@ class CoordinatorService:
         )
         return record
 
+    # ------------------------------------------------------------ the device pool
+
+    def _send_down(self, thread: Thread, chunk: bytes | None) -> None:
+        """The engine reuses first what the thread has in its pool from this chunk on (None: all of its session)."""
+        if chunk is None:
+            self.device.sent_down(thread.session[1], thread.space)
+        elif thread.owner in self.references and chunk in (chunks := self.references.chunks(thread.owner)):
+            start, tokens = (
+                chunks.index(chunk) * self.backend.chunk_size,
+                self.references.tokens(thread.owner),
+            )
+            self.device.sent_down(thread.session[1], thread.space, tokens, start)
+
+    def make_way_on_device(self, owners: Iterable[str], chunk: bytes) -> None:
+        """What lies in the pool from this chunk on makes way for what returns sooner."""
+        for owner in owners:
+            if (thread := self.book.thread(owner)) is not None and not thread.in_flight:
+                self._send_down(thread, chunk)
+
+    def begin_device_prefetch(self, work: Work, planned: int, reason: str) -> ActionRecord:
+        """Bring the owner's context up to the last chunk of ``work`` from host memory into the engine's pool."""
+        thread = self.book.thread(work.owner) if work.owner else None
+        if thread is None or thread.owner not in self.references:
+            why = "no context with these chunks is known"
+            return self._final(ActionKind.PREFETCH, "", None, "plan", OutcomeStatus.MISSING, why)
+        tenant, session = thread.session
+        # Not kept for a restart: the engine's pool is another one by then.
+        record = self._open(ActionKind.PREFETCH, tenant, session, "plan", planned, reason=reason)
+        self.tasks.start(self._bring_to_device(record, work, thread), [thread.owner])
+        return record
+
+    async def _bring_to_device(self, record: ActionRecord, work: Work, thread: Thread) -> None:
+        size = self.backend.chunk_size
+        tokens = self.references.tokens(thread.owner)[: len(work.chunks) * size]
+        forecast = self.forecasts.of(thread.owner, self.clock())
+        eta_s = forecast.quantile(0.5) if forecast is not None else None
+        try:
+            outcome = await self.device.prefetch(thread.session[1], thread, tokens, eta_s, DEVICE_PREFETCH_S)
+        except BackendError as error:
+            self._abandon(record, OutcomeStatus.FAILED, str(error))
+            return
+        state = self.device.state
+        there = outcome.confirmed * (state.block_tokens if state is not None else 0) // size
+        self.actions.update(
+            record.id,
+            status=outcome.status,
+            reason=outcome.reason or record.reason,
+            confirmed=max(0, there - (len(work.chunks) - record.planned)),
+            skipped=len(work.chunks) - record.planned,
+            tiers={Tier.DEVICE.value: there},
+            finished_at=self.clock(),
+        )
+
     # ------------------------------------------------------------ restart
 
     def restore(self, session: Session, threads: Sequence[StoredThread]) -> None:
@@ -526,7 +606,9 @@ class CoordinatorService:
             if session.state is SessionState.ENDED:
                 for thread in session.threads.values():
                     held = thread.owner in self.references
-                    dead = [*reversed(self.references.drop(thread.owner).chunks)] if held else []
+                    released = self.references.drop(thread.owner) if held else Released(thread.space)
+                    self._let_device_know(session, released)
+                    dead = [*reversed(released.chunks)]
                     dead += self._take_leftover(thread)
                     self._evict_dead(session, thread.space, dead, "session ended")
         for record, work in pending:
@@ -576,6 +658,7 @@ class CoordinatorService:
         self.segments.forget(thread.owner)
         self.forecasts.forget(thread.owner)
         self.hindsight.forget(thread.owner)
+        self.device.forget(thread.owner)
         self.sent_down.pop(thread.owner, None)
         if self.recorder is not None:
             self.recorder.forget(thread.owner)

@@ -58,6 +58,9 @@ class Context:
     used_at: float = 0.0
     waits_since: float | None = None
     """When its last request ended; None while one runs."""
+    expected_at: float = 0.0
+    due_until: float = 0.0
+    """Until then its next request may come any moment."""
     expires_at: float = 0.0
     """Of a wish."""
     origin: Any = None
@@ -73,8 +76,6 @@ class Session:
     retained_until: float = 0.0
     retained_at: float = 0.0
     demoted: bool = False
-    expected_at: float = 0.0
-    due_until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -137,8 +138,8 @@ class Book:
         if parent and (key[0], parent) != key:
             session.parent = (key[0], parent)
         session.demoted = False
-        session.expected_at = session.due_until = 0.0
         context = self._going_on(session, hashes) or self._new_context(session)
+        context.expected_at = context.due_until = 0.0
         if supersedes:
             for other in [c for c in session.contexts if c is not context and not c.running]:
                 self._forget(other)
@@ -176,19 +177,39 @@ class Book:
         elif not context.running:
             context.waits_since = now
 
-    def expect(self, key: SessionKey, at: float) -> None:
-        """Somebody says when the session's next request comes."""
-        if (session := self._sessions.get(key)) is not None:
-            session.expected_at = at
-            session.demoted = False
-            self._ranking = None
+    def learn(self, key: SessionKey, hashes: Sequence[Hash], tokens: Sequence[int], now: float) -> Context:
+        """Somebody says that the session holds this idle context of whole blocks; it comes last of its contexts."""
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key)
+        context = self._going_on(session, hashes) or self._new_context(session)
+        self._sessions[key] = session  # where making room had forgotten it
+        if context.waits_since is None:
+            context.waits_since = now
+        context.prompt_blocks = len(hashes)
+        context.used_at = now
+        session.contexts.remove(context)
+        session.contexts.append(context)
+        self._set_claims(context, hashes)
+        context.tokens.extend(tokens[len(context.tokens) :])
+        self._make_room(context)
+        self._ranking = None
+        return context
 
-    def due(self, key: SessionKey, until: float) -> None:
-        """Somebody says that the session's next request comes any moment, up to then."""
-        if (session := self._sessions.get(key)) is not None:
-            session.due_until = until
-            session.demoted = False
-            self._ranking = None
+    def expect(self, context: Context, at: float) -> None:
+        """Somebody says when the conversation's next request comes."""
+        context.expected_at = at
+        self._awaited(context)
+
+    def due(self, context: Context, until: float) -> None:
+        """Somebody says that the conversation's next request comes any moment, up to then."""
+        context.due_until = until
+        self._awaited(context)
+
+    def _awaited(self, context: Context) -> None:
+        if context.session is not None:
+            context.session.demoted = False
+        self._ranking = None
 
     def end(self, key: SessionKey, *, tree: bool = False) -> list[Hash]:
         """The session is over (and its descendants); returns the claims that were given up, without repeats."""
@@ -219,7 +240,9 @@ class Book:
         """Nobody expects the session soon: until its next request its blocks go before other sessions'."""
         if (session := self._sessions.get(key)) is not None:
             session.demoted = True
-            session.retained_until = session.expected_at = session.due_until = 0.0
+            session.retained_until = 0.0
+            for context in session.contexts:
+                context.expected_at = context.due_until = 0.0
             self._ranking = None
 
     def retain(self, key: SessionKey, until: float, now: float) -> bool:
@@ -318,9 +341,9 @@ class Book:
                 worth = float("inf")
             elif session is not None and context.waits_since is not None:
                 worth = curves[session.parent is not None].worth_at(now - context.waits_since)
-                if session.expected_at > 0 and session.contexts[-1] is context:
-                    worth = max(worth, _announced(session.expected_at - now))
-                if session.due_until > now and session.contexts[-1] is context:
+                if context.expected_at > 0:
+                    worth = max(worth, _announced(context.expected_at - now))
+                if context.due_until > now:
                     worth = max(worth, _announced(0.0))
             ranks[number] = (level, worth, context.used_at, number)
         return ranks

@@ -19,6 +19,7 @@ PATH = "/kvpilot/v1/engine"
 MAX_TTL_S = 86400.0
 
 Position = Annotated[int, Meta(ge=0)]
+Token = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class CommandError(ValueError):
@@ -41,7 +42,8 @@ class Kind(StrEnum):
 
 class EngineCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One command. Its target is a session (with ``tree``: and its descendants), a range of the tokens of the
-    session's latest context, or blocks by their hashes in hex; blocks with a session are that session's claims.
+    session's latest context, a context by its tokens (or a range of it), or blocks by their hashes in hex; a context
+    or blocks with a session are that session's claims.
     """
 
     kind: Kind
@@ -55,8 +57,10 @@ class EngineCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     start: Position | None = None
     end: Position | None = None
     blocks: tuple[str, ...] = ()
-    tokens: tuple[Position, ...] = ()
-    """Only prefetch: the context itself, where the engine may not know it (any more)."""
+    tokens: tuple[Token, ...] = ()
+    """The context itself, where the engine may not know it (any more)."""
+    eta_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None
+    """Prefetch: in how many seconds the session's next request is expected, where somebody knows."""
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] = 300.0
 
 
@@ -106,13 +110,12 @@ def _check(command: EngineCommand) -> None:
         return
     if not (command.session or command.blocks or command.tokens):
         raise CommandError("a command names a session, blocks or tokens")
-    if command.kind is Kind.PREFETCH:
-        if command.blocks or not (command.session or command.tokens):
-            raise CommandError("prefetch takes a session or tokens: hashes do not tell the tokens to load")
-    elif command.tokens:
-        raise CommandError("only prefetch takes tokens")
+    if command.blocks and command.kind is Kind.PREFETCH:
+        raise CommandError("prefetch takes a session or tokens: hashes do not tell the tokens to load")
+    if command.blocks and command.tokens:
+        raise CommandError("blocks and tokens are two targets: give one")
     if command.start is not None and command.end is not None and command.end <= command.start:
         raise CommandError("the range is empty: end must be above start")
-    if (command.start is not None or command.end is not None) and not command.session:
-        raise CommandError("a range is one of a session's context: name the session")
+    if (command.start is not None or command.end is not None) and not (command.session or command.tokens):
+        raise CommandError("a range is one of a context: name the session or give its tokens")
     block_hashes(command)

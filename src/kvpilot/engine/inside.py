@@ -158,8 +158,11 @@ class Inside:
             self._prefetch(command, reply)
             return
         key = (command.salt, command.session)
-        if command.session and not self.book.sessions(key, tree=command.tree):
+        if command.session and not command.tokens and not self.book.sessions(key, tree=command.tree):
             reply(_outcome(command, OutcomeStatus.MISSING, "the session is not known here"))
+            return
+        if command.tokens and self._hasher is None:
+            reply(_outcome(command, OutcomeStatus.MISSING, "nothing was served yet"))
             return
         hashes = self._target(command, key)
         act = {
@@ -176,10 +179,16 @@ class Inside:
             return block_hashes(command)
         sessions = self.book.sessions(key, tree=command.tree)
         contexts = [context for session in sessions for context in session.contexts]
-        if command.start is None and command.end is None:
-            return list(dict.fromkeys(value for context in contexts for value in context.hashes))
         latest = self.book.get(key)
-        own = latest.contexts[-1].hashes if latest and latest.contexts else []
+        if command.tokens:
+            tokens = array("I", command.tokens)
+            known = self._known_context(key, tokens)
+            own = known.hashes if known is not None else self.hashes_of(tokens, self._origin(key))
+            own = own[: len(tokens) // self.book.block_tokens]
+        elif command.start is None and command.end is None:
+            return list(dict.fromkeys(value for context in contexts for value in context.hashes))
+        else:
+            own = latest.contexts[-1].hashes if latest and latest.contexts else []
         size = self.book.block_tokens
         end = len(own) if command.end is None else command.end // size
         return own[math.ceil((command.start or 0) / size) : end]
@@ -234,7 +243,7 @@ class Inside:
         tokens = array("I", command.tokens)
         now = self.clock()
         if tokens:
-            context = self._context_of(key, tokens, context, now)
+            context = self._context_of(key, tokens, now)
         elif context is None or not context.tokens:
             reply(_outcome(command, OutcomeStatus.MISSING, "the session's tokens are not known here"))
             return
@@ -253,28 +262,34 @@ class Inside:
         goal = min(len(tokens), command.end or len(tokens), self.scheduler.max_model_len - 1) // size * size
         if len(context.hashes) * self.book.block_tokens < goal:
             self.book.claim_again(context, self.hashes_of(tokens, context.origin))
-        if context.session is not None:
-            self.book.due(context.session.key, now + DUE_S)
+        if command.eta_s is not None:
+            self.book.expect(context, now + command.eta_s)
+        else:
+            self.book.due(context, now + DUE_S)
         self.loader.submit(Load(command, context, tokens, goal, reply, now))
 
-    def _context_of(
-        self, key: SessionKey, tokens: array[int], context: Context | None, now: float
-    ) -> Context | None:
+    def _context_of(self, key: SessionKey, tokens: array[int], now: float) -> Context | None:
         """The context to file a load of given tokens under; a session that is not known becomes so."""
-        if (
-            context is not None
-            and len(context.tokens) >= len(tokens)
-            and context.tokens[: len(tokens)] == tokens
-        ):
-            return context
-        if self._hasher is None:  # No request has shown yet how hashes are made.
-            return None
-        origin = context.origin if context is not None else Origin(key[0] or None, None, self._hasher, True)
-        hashes = self.hashes_of(tokens, origin)
-        made = self.book.begin(key, hashes, now)
-        made.origin = made.origin or origin
-        self.book.finish(made, hashes, tokens, now)
-        return made
+        context = self._known_context(key, tokens)
+        if context is None and self._hasher is not None:  # else no request has shown yet how hashes are made
+            origin = self._origin(key)
+            context = self.book.learn(key, self.hashes_of(tokens, origin), tokens, now)
+            context.origin = context.origin or origin
+        return context
+
+    def _known_context(self, key: SessionKey, tokens: array[int]) -> Context | None:
+        """The session's context that begins with these tokens."""
+        session = self.book.get(key)
+        for context in reversed(session.contexts if session is not None else ()):
+            if len(context.tokens) >= len(tokens) and context.tokens[: len(tokens)] == tokens:
+                return context
+        return None
+
+    def _origin(self, key: SessionKey) -> Origin:
+        """How requests of the session ask for their contexts, as far as they have shown it."""
+        session = self.book.get(key)
+        known = session.contexts[-1].origin if session is not None and session.contexts else None
+        return known or Origin(key[0] or None, None, self._hasher, True)
 
     # ------------------------------------------------------------ the pool
 
@@ -360,7 +375,8 @@ def _extra(request: Request) -> Any:
 
 def _whole(command: EngineCommand) -> bool:
     """Whether a command is about all of a session."""
-    return bool(command.session) and not command.blocks and command.start is None and command.end is None
+    ranged = command.start is not None or command.end is not None
+    return bool(command.session) and not (command.blocks or command.tokens or ranged)
 
 
 def _outcome(command: EngineCommand, status: OutcomeStatus, reason: str) -> EngineOutcome:

@@ -6,6 +6,7 @@ Outside ``/v1``, so that nobody reaches it through kvpilot's gateway; where vLLM
 from __future__ import annotations
 
 import hmac
+import logging
 from argparse import Namespace
 from typing import Any
 
@@ -24,6 +25,8 @@ class ControlRoute:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
+        # The coordinator asks every few seconds: that is not worth a line of the server's log each time.
+        logging.getLogger("uvicorn.access").addFilter(lambda record: PATH not in record.getMessage())
         app.add_api_route(PATH, self._state, methods=["GET"], include_in_schema=False)
         app.add_api_route(PATH, self._command, methods=["POST"], include_in_schema=False)
 

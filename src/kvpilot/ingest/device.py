@@ -85,19 +85,25 @@ class DevicePool:
 
     def prefix(self, salt: str, adapter: str, tokens: TokenArray) -> int:
         """How many leading tokens lie in the pool: whole blocks, from position 0, without a hole."""
-        size = self.block_size
-        if not size:
-            return 0
+        return self.held(salt, adapter, self.digests(tokens))
+
+    def digests(self, tokens: TokenArray) -> list[bytes]:
+        """What :meth:`held` asks for, of a context's whole blocks: to keep where the same is asked again and again."""
+        width = self.block_size * 4
+        if not width:
+            return []
         raw = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
+        return [_digest(raw[at : at + width], ()) for at in range(0, len(raw) - width + 1, width)]
+
+    def held(self, salt: str, adapter: str, digests: Sequence[bytes]) -> int:
+        """:meth:`prefix` of a context by the digests of its blocks."""
         above: BlockHash | tuple[str, str] = (salt, adapter)
-        found = 0
-        while found + size <= len(tokens):
-            block = self._children.get((above, _digest(raw[found * 4 : (found + size) * 4], ())))
+        for found, digest in enumerate(digests):
+            block = self._children.get((above, digest))
             if block is None:
-                break
+                return found * self.block_size
             above = block
-            found += size
-        return found
+        return len(digests) * self.block_size
 
     def _put(self, block: BlockHash, slot: _Slot) -> None:
         old = self._slots.get(block)

@@ -130,14 +130,12 @@ class Residency:
 
     def device_prefix(self, space: Space, tokens: TokenArray) -> int:
         """Leading tokens resident in the device pool of the engine that holds most of them."""
-        return max(
-            (
-                pool.prefix(space.salt, space.adapter, tokens)
-                for model, pool in self._pools.values()
-                if not model or model == space.model
-            ),
-            default=0,
-        )
+        pools = self.pools_of(space)
+        return max((pool.prefix(space.salt, space.adapter, tokens) for pool in pools), default=0)
+
+    def pools_of(self, space: Space) -> list[DevicePool]:
+        """Device pools that may hold something of the space."""
+        return [pool for model, pool in self._pools.values() if not model or model == space.model]
 
     def stale(self, now: float) -> bool:
         """Whether the directory view is too old to plan with."""

@@ -8,6 +8,7 @@ ends.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -130,6 +131,12 @@ class Holdings:
             self.running[each] -= 1
 
     # ------------------------------------------------------------ for the planner
+
+    def elsewhere(self, tiers: Sequence[Tier], here: Ints, busy: Bools) -> Holdings:
+        """The same runs and contexts as they lie in other tiers. To look at: what changes later is not seen in it."""
+        view = copy.copy(self)
+        view.tiers, view.here, view.busy = tuple(tiers), here, busy
+        return view
 
     def used(self, tier: int) -> int:
         """Chunks in the tier. O(runs)."""

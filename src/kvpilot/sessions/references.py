@@ -8,7 +8,7 @@ the old one held: the rule "evict what no live session holds, and nothing else" 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.prefix_tree import IntegrityError, Node, PrefixTree
@@ -19,11 +19,13 @@ __all__ = ["IntegrityError", "ReferenceTable", "Released", "TableSize"]
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What lost its last live reference: chunk hashes, tail first, and how many tokens."""
+    """What lost its last live reference: chunk hashes, tail first, and how many tokens; they are the last ones of
+    ``context`` (None where nothing was lost)."""
 
     space: Space
     chunks: tuple[bytes, ...] = ()
     tokens: int = 0
+    context: TokenArray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class ReferenceTable:
 
     def _release(self, space: Space, node: Node) -> Released:
         tree = self._trees[space]
+        context = tree.tokens(node) if node.refs == 1 else None  # else another context runs through all of it
         chunks, tokens = tree.release(node)
         if not tree.contexts:
             del self._trees[space]
-        return Released(space, tuple(chunks), tokens)
+        return Released(space, tuple(chunks), tokens, context)
