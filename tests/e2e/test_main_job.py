@@ -70,8 +70,12 @@ def test_chunk_hashes_are_lmcaches_own_streaming_or_not(stack: Endpoints, tag: s
         temperature=0,
         stream=True,
         extra_headers={"X-Session-ID": f"s-{tag}"},
+        extra_body={"kv_transfer_params": {"chunk_hashes": True}},
     ) as stream:
-        assert "".join(part.choices[0].delta.content or "" for part in stream)
+        parts = list(stream)
+    assert "".join(part.choices[0].delta.content or "" for part in parts)
+    assert parts[-1].choices[0].finish_reason
+    assert (parts[-1].model_extra or {})["kv_transfer_params"] == {"chunk_hashes": hashes}
     assert session_chunks(stack, f"s-{tag}") == hashes
 
 

@@ -19,11 +19,17 @@ from kvpilot.engine.commands import PATH
 from kvpilot.engine.port import VARIABLE
 from kvpilot.stack.doctor import diagnose
 from kvpilot.stack.launch import Endpoints, launch, with_free_ports
-from tests.e2e.peers import chat, http, words
+from tests.e2e.peers import chat, control, eventually, http, words
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
 
 _HITS = re.compile(r"^vllm:(external_)?prefix_cache_hits_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "pytest"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+LONG = 2816
+"""Tokens of the whole chunks of a session's context here."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,65 @@ def test_tokens_alone_can_be_prefetched_for_a_session_the_engine_does_not_know(p
     tokens = http(f"{plugged.engine_url}/tokenize", {"model": "m16k", "messages": prompt})["tokens"]
     assert engine(plugged, kind="evict", session=tag)["status"] in ("done", "clipped")
     outcome = engine(plugged, kind="prefetch", session=f"{tag}-again", tokens=tokens)
-    assert outcome["status"] == "done" and outcome["loaded"] > 0, outcome
+    assert outcome["status"] == "done" and outcome["confirmed"] == outcome["planned"] >= 40, outcome
+
+
+def resident(stack: Endpoints, session: str) -> int:
+    """Tokens of a session's context that the coordinator sees in the device pool."""
+    return int(control(stack, f"/sessions/{session}")["resident"]["device_tokens"])
+
+
+def calls_a_tool(stack: Endpoints, session: str) -> list[dict[str, Any]]:
+    """A session with a context of some 3,000 tokens whose reply called a tool; its next request's messages."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": words(session, 330)}]
+    reply = chat(stack, messages, session, tools=TOOLS, max_tokens=60, structured_outputs={"choice": [CALL]})
+    [call] = reply["choices"][0]["message"]["tool_calls"]
+    assert eventually(lambda: resident(stack, session) >= LONG)
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*messages, asked, {"role": "tool", "tool_call_id": call["id"], "content": "3 passed"}]
+
+
+def test_a_session_that_waits_for_its_tool_is_back_in_the_pool_without_being_asked_for(
+    plugged: Endpoints,
+) -> None:
+    tag = uuid.uuid4().hex[:8]
+    messages = calls_a_tool(plugged, tag)
+    seen = []
+    for i in range(3):
+        chat(plugged, [{"role": "user", "content": words(f"{tag}-other-{i}", 700)}], f"{tag}-other-{i}")
+        seen.append(resident(plugged, tag))
+    assert min(seen) < LONG, "the others displaced it"
+    assert eventually(lambda: resident(plugged, tag) >= LONG)
+    before = hits(plugged)
+    usage = chat(plugged, messages, tag, tools=TOOLS)["usage"]
+    after = hits(plugged)
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= LONG
+    assert after["device"] - before["device"] >= LONG and after["below"] == before["below"]
+    brought = [a for a in control(plugged, f"/actions?session={tag}")["actions"] if "device" in a["tiers"]]
+    assert {a["source"] for a in brought} == {"plan"} and brought[0]["status"] == "done"
+
+
+def test_what_an_ended_session_left_in_the_pool_goes_before_what_waits_longer(plugged: Endpoints) -> None:
+    tag = uuid.uuid4().hex[:8]
+    messages = calls_a_tool(plugged, f"{tag}-waits")
+    ending = [{"role": "user", "content": words(f"{tag}-ends", 330)}]
+    chat(plugged, ending, f"{tag}-ends")
+    assert eventually(lambda: resident(plugged, f"{tag}-ends") >= LONG)
+    assert resident(plugged, f"{tag}-waits") >= LONG
+    control(plugged, f"/sessions/{tag}-ends/signals", {"kind": "end"})
+    tokens = http(f"{plugged.engine_url}/tokenize", {"model": "m16k", "messages": ending})["tokens"]
+
+    def left() -> int:
+        return int(engine(plugged, kind="retain", tokens=tokens, ttl_s=0.01)["confirmed"])
+
+    assert eventually(lambda: left() == 0)
+    chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 400)}], f"{tag}-new")
+    before = hits(plugged)
+    chat(plugged, messages, f"{tag}-waits", tools=TOOLS)
+    after = hits(plugged)
+    assert after["device"] - before["device"] >= LONG and after["below"] == before["below"]
+    actions = control(plugged, f"/actions?session={tag}-waits")["actions"]
+    assert not [a for a in actions if a["kind"] == "prefetch"], "it was there all the time"
 
 
 def test_a_request_that_comes_while_its_session_is_loaded_is_answered(plugged: Endpoints) -> None:

@@ -187,6 +187,17 @@ async def test_chunk_hashes_come_with_the_reply_when_asked_for(rig: Rig) -> None
     assert "kv_transfer_params" not in rig.engine.bodies[1]
 
 
+async def test_chunk_hashes_come_with_the_last_chunk_of_a_stream(rig: Rig) -> None:
+    asked = {**BODY, "stream": True, "kv_transfer_params": {"chunk_hashes": True}}
+    _, _, text = await rig.post(CHAT, asked)
+    _, _, plain = await rig.post(CHAT, {**BODY, "stream": True})
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: {")]
+    tokens = np.array([*PROMPT_IDS, 7, 99, 8], dtype="<u4")
+    expected = [value.hex() for value in ChunkHasher(256).hashes(tokens)]
+    assert [chunk.pop("kv_transfer_params", None) for chunk in chunks][-1] == {"chunk_hashes": expected}
+    assert chunks == [json.loads(line[6:]) for line in plain.splitlines() if line.startswith(b"data: {")]
+
+
 async def test_the_openai_client_is_at_home(rig: Rig) -> None:
     client = AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0)
     reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])

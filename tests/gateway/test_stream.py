@@ -38,6 +38,31 @@ def test_only_what_was_asked_for_remains(cuts: list[int], newline: bytes, commen
     assert json_events(pass_through(wire(ASKED), cuts, added)) == json_events(wire(PLAIN))
 
 
+@given(cuts, st.booleans())
+def test_the_last_chunk_carries_the_chunk_hashes_of_all_tokens(cuts: list[int], usage_too: bool) -> None:
+    data = b"".join(stream_events({"return_token_ids": True, "stream_options": {"include_usage": True}}))
+    added = frozenset((TOKEN_IDS,) if usage_too else (TOKEN_IDS, USAGE))
+    seen: list[bytes] = []
+
+    def hashes() -> list[str]:
+        seen.append(b"".join(reader.facts.output_ids))
+        return ["ab", "cd"]
+
+    reader = StreamReader(added, hashes)
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    out = b"".join([*(reader.feed(data[a:b]) for a, b in pairwise(edges)), reader.close()])
+    reader.finish()
+    assert seen == [b"".join(reader.facts.output_ids)], "once, and when all ids are known"
+    carried = [json.loads(event[6:]) for event in json_events(out) if b"chunk_hashes" in event]
+    assert [chunk.pop("kv_transfer_params") for chunk in carried] == [{"chunk_hashes": ["ab", "cd"]}]
+    assert carried[0]["choices"][0]["finish_reason"]
+    if not usage_too:
+        plain = [
+            json.loads(event[6:]) for event in json_events(b"".join(PLAIN)) if b'finish_reason":"' in event
+        ]
+        assert carried == plain, "nothing else is changed"
+
+
 def json_events(data: bytes) -> list[bytes]:
     return [line for line in data.splitlines() if line.startswith(b"data:")]
 

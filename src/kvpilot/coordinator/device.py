@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvpilot.backends.base import BackendError
 from kvpilot.backends.engine_plugin import EngineState
-from kvpilot.domain import OutcomeStatus, Space, TokenArray
+from kvpilot.domain import Space, TokenArray
 from kvpilot.engine.commands import MAX_TTL_S, EngineCommand, EngineOutcome, Kind
 from kvpilot.ingest.residency import Residency
 from kvpilot.sessions.references import ReferenceTable, Released
@@ -31,9 +31,10 @@ ORDER_S = 10.0
 """How long the outcome of an order is waited for."""
 MAX_ORDERS = 1000
 """Orders that wait; of more the oldest are given up, they only were wishes."""
-RETRY_S = 3.0
-"""A context is not brought into the pool again sooner; each time in vain, or displaced again, doubles it."""
-MAX_RETRIES = 6
+RETRY_S = 2.0
+"""A context is not brought into the pool again sooner; each time in vain, or displaced again, doubles it …"""
+MAX_DOUBLINGS = 2
+"""… so often."""
 
 
 class Plugin(Protocol):
@@ -102,7 +103,7 @@ class Device:
     def resting(self, thread: Thread) -> bool:
         """Whether the thread's context was brought a moment ago, or in vain: it is left alone for a while."""
         turn, times, at = self._tried.get(thread.owner, (-1, 0, 0.0))
-        return turn == thread.turns and self._clock() - at < RETRY_S * 2 ** min(times - 1, MAX_RETRIES)
+        return turn == thread.turns and self._clock() - at < RETRY_S * 2 ** min(times - 1, MAX_DOUBLINGS)
 
     def forget(self, owner: str) -> None:
         """The conversation is over."""
@@ -138,18 +139,21 @@ class Device:
             return
         if self._orders.qsize() >= MAX_ORDERS:
             self.outcomes[self._orders.get_nowait().kind.value, "shed"] += 1
+            self._orders.task_done()
         self._orders.put_nowait(_command(kind, session, space, tokens, **fields))
 
     async def prefetch(
         self, session: str, thread: Thread, tokens: TokenArray, eta_s: float | None, timeout_s: float
     ) -> EngineOutcome:
         """Bring the thread's context up to ``tokens`` into the pool; its next request is expected in ``eta_s``
-        seconds. Counts are the engine's blocks. Raises BackendError."""
+        seconds. What was ordered before comes first: it may make the room. Counts are the engine's blocks. Raises
+        BackendError."""
         if self._plugin is None:
             raise BackendError("the engine has no plug-in")
         turn, times, _ = self._tried.get(thread.owner, (-1, 0, 0.0))
         turn, times = thread.turns, times + 1 if turn == thread.turns else 1
         try:
+            await self._orders.join()
             command = _command(Kind.PREFETCH, session, thread.space, tokens, eta_s=eta_s)
             return await self._carry_out(self._plugin, command, timeout_s)
         finally:
@@ -199,16 +203,15 @@ class Device:
     async def _work(self) -> None:
         while True:
             command = await self._orders.get()
-            if self._plugin is None or not self.active:
-                self.outcomes[command.kind.value, "shed"] += 1
-                continue
             try:
-                outcome = await self._carry_out(self._plugin, command, ORDER_S)
+                if self._plugin is None or not self.active:
+                    self.outcomes[command.kind.value, "shed"] += 1
+                else:
+                    await self._carry_out(self._plugin, command, ORDER_S)
             except BackendError as error:
                 log.debug("%s of %s in the device pool: %s", command.kind, command.session, error)
-                continue
-            if outcome.status not in (OutcomeStatus.DONE, OutcomeStatus.CLIPPED, OutcomeStatus.MISSING):
-                log.debug("%s of %s in the device pool: %s", command.kind, command.session, outcome)
+            finally:
+                self._orders.task_done()
 
 
 def _command(

@@ -47,6 +47,8 @@ class Pending:
     at: float
     turn: int
     """Which of its thread's requests it is."""
+    added: int = 0
+    """About how many tokens it has that its thread did not have before."""
     prompt: TokenArray | None = None
     asked: bool = False
     """Its tokens were asked from the engine, as the reply does not tell them: once is enough."""
@@ -133,7 +135,7 @@ class Mapper:
         self.forecasts.started(started.session, started.thread, added, event.at)
         self.stats.changes[started.change.value] += 1
         self._pending[event.request_id] = Pending(
-            started, event.path, body, hashes, event.at, started.thread.turns
+            started, event.path, body, hashes, event.at, started.thread.turns, added
         )
         if started.change is Change.NEW:
             self._borrow_head(started.thread)
@@ -270,6 +272,10 @@ class Mapper:
             for thread in session.threads.values():
                 thread.retain(event.retention, event.at)
         return session
+
+    def coming(self) -> int:
+        """About how many tokens running requests have that nobody holds a reference to yet."""
+        return sum(pending.added for pending in self._pending.values() if pending.prompt is None)
 
     def expire(self, older_than: float) -> None:
         """Close requests whose end was never told (shed, or a gateway worker died)."""

@@ -123,9 +123,12 @@ class Picture:
         service = self._service
         here, busy = np.zeros_like(self._holdings.here), self._holdings.running > 0
         here[1] = self._holdings.here[0]
+        # What no run has takes room, too: prompts under way, and the contexts' ends, which fill no chunk.
+        others = service.mapper.coming()
         for thread in self._threads:
             rows = list(self._holdings.path(self._tips[thread.owner]))[::-1]
-            left = service.device.resident(thread) // service.backend.chunk_size
+            left, end = divmod(service.device.resident(thread), service.backend.chunk_size)
+            others += end
             for row in rows:
                 here[0, row] = max(here[0, row], min(left, len(self._runs[row].chunks)))
                 left = max(0, left - len(self._runs[row].chunks))
@@ -133,7 +136,7 @@ class Picture:
                 busy[rows] = True
         holdings = self._holdings.elsewhere((Tier.DEVICE, Tier.HOST), here, busy)
         pool = TierLimits(
-            capacity=service.device.pool_tokens // service.backend.chunk_size,
+            capacity=max(0, service.device.pool_tokens - others) // service.backend.chunk_size,
             read_chunks_per_s=UNBOUNDED,
             fill_to=self._settings.device_up_to,
         )
@@ -142,6 +145,8 @@ class Picture:
         placement = self._settings.placement
         moves = plan(holdings, worths, limits, self._now, replace(placement, least_load=placement.spared))
         loads = [move for move in moves if move.kind is MoveKind.LOAD]
+        if not loads:  # Room without anybody to take it is of no use there.
+            return []
         return [*self._demotions(moves, Tier.DEVICE), *self._prefetches(loads, Tier.DEVICE)]
 
     def ranked(self) -> list[tuple[float, str]]:

@@ -174,7 +174,7 @@ class Exchange:
 
     def _stream_reader(self) -> EventReader:
         """Reads a streamed reply of the request as it was sent in the end."""
-        return StreamReader(self._request.added)
+        return StreamReader(self._request.added, self._chunk_hashes if self._request.chunk_hashes else None)
 
     def _finish_reading(self, reader: EventReader) -> None:
         """The client has its reply: what cannot be read of it is only not known."""

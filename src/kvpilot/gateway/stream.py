@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -16,6 +16,7 @@ from kvpilot.gateway.reply import (
     read_cut_reply,
     read_reply,
     text_message,
+    with_chunk_hashes,
 )
 from kvpilot.gateway.request import TOKEN_IDS, USAGE
 
@@ -168,11 +169,13 @@ class PromptIds:
 class StreamReader:
     """One streamed reply. ``feed`` takes bytes as they arrive, cut anywhere, and returns what goes on.
 
-    Facts accumulate in ``facts``; all of them are there after :meth:`finish`.
+    Facts accumulate in ``facts``; all of them are there after :meth:`finish`. ``chunk_hashes`` gives the hashes that the
+    first choice's last chunk is to carry, once its ids are among the facts; None: nobody asked for them.
     """
 
-    def __init__(self, added: frozenset[str]) -> None:
+    def __init__(self, added: frozenset[str], chunk_hashes: Callable[[], list[str]] | None = None) -> None:
         self.facts = Facts()
+        self._chunk_hashes = chunk_hashes
         self.has_output = False
         """Whether a chunk with output (text or token ids) has been seen."""
         self._hide_ids = TOKEN_IDS in added
@@ -269,6 +272,10 @@ class StreamReader:
             if read.without_ids != event[start:end]:
                 event = b"".join((event[:start], read.without_ids, event[end:]))
                 end = start + len(read.without_ids)
+        if self._chunk_hashes is not None and any(c.finish_reason for c in reply.choices if c.index == 0):
+            data = with_chunk_hashes(event[start:end], self._chunk_hashes())
+            event = b"".join((event[:start], data, event[end:]))
+            end = start + len(data)
         if self._hide_usage and any(choice.finish_reason for choice in reply.choices):
             # Without our question the engine's fingerprint would be on this chunk; it comes with the next.
             self._held, self._held_span = event, (start, end)
