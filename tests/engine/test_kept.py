@@ -75,7 +75,8 @@ class Machine(RuleBasedStateMachine):
             for place, value in reversed(list(enumerate(hashes)))
         }
         self.next_id += len(hashes)
-        nobodys = self.kept.add((n, n, block.value, block.length) for n, block in freed.items())
+        values, lengths = [b.value for b in freed.values()], [b.length for b in freed.values()]
+        nobodys = self.kept.add(list(freed), list(freed), values, lengths)
         assert all((n in nobodys) == (block.value not in self.book.claimed) for n, block in freed.items())
         self.free.update((n, block) for n, block in freed.items() if n not in nobodys)
 
@@ -157,11 +158,11 @@ def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None
         hashes = chain(*system, *parts)
         context = book.begin(("", name), hashes, 0.0 if name == "old" else 1.0)
         book.finish(context, hashes, (), 0.0 if name == "old" else 1.0)
-        kept.add(
-            (hash(value), value.decode(), value, (place + 1) * SIZE)
-            for place, value in reversed(list(enumerate(hashes)))
-            if name == "old" or place  # The shared block is there once.
-        )
+        if name == "new":
+            hashes = hashes[1:]  # The shared block is there once.
+        hashes.reverse()
+        lengths = [SIZE * (1 + value.count(b"/")) for value in hashes]
+        kept.add([*map(hash, hashes)], [value.decode() for value in hashes], hashes, lengths)
     book.demote(("", "old"))
     assert kept.pop(9, 2.0) == ["sys/a/b", "sys/a", "sys/c", "sys"]
 
@@ -172,7 +173,7 @@ def test_blocks_of_contexts_that_came_since_the_last_ranking_are_found_wherever_
     book.ranking(0.0)
     shared = chain("sys")
     first, second = (book.begin(("", name), shared, 0.0) for name in ("first", "second"))
-    kept.add([(1, "block", shared[0], SIZE)])
+    kept.add([1], ["block"], shared, [SIZE])
     assert kept.homes[1] in (first.number, second.number)
     assert kept.pop(1, 0.0) == ["block"] and len(kept) == 0
 

@@ -146,7 +146,7 @@ def test_what_an_ended_session_left_in_the_pool_goes_before_what_waits_longer(pl
     tokens = http(f"{plugged.engine_url}/tokenize", {"model": "m16k", "messages": ending})["tokens"]
 
     def left() -> int:
-        return int(engine(plugged, kind="retain", tokens=tokens, ttl_s=0.01)["confirmed"])
+        return int(engine(plugged, kind="demote", tokens=tokens).get("planned", 0))
 
     assert eventually(lambda: left() == 0)
     chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 400)}], f"{tag}-new")

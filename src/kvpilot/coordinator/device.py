@@ -115,8 +115,10 @@ class Device:
     def gave_up(self, session: str, released: Released) -> None:
         """A session's context ended, or lost its tail: nobody needs what was released."""
         context = released.context
-        if context is not None and released.chunks:
-            start = len(context) - released.tokens
+        if context is not None and released.chunks and self.state is not None:
+            # A block that others share only the beginning of is nobody else's.
+            block = max(1, self.state.block_tokens)
+            start = (len(context) - released.tokens) // block * block
             self._order(Kind.EVICT, session, released.space, context, start=start)
 
     def ended(self, session: str, space: Space) -> None:

@@ -30,7 +30,7 @@ GOES_ON = 0.8
 be gone from its end); less is another conversation under the same id."""
 PROTECTED_SHARE = 0.5
 """Share of the pool within which wishes to retain are heard, in equal parts for the salts that have any."""
-RANKING_S = 0.5
+RANKING_S = 1.0
 """For so long contexts keep their ranks, unless somebody tells about one; those that are new rank highest."""
 
 
@@ -105,7 +105,7 @@ class Book:
 
     def __init__(self, block_tokens: int, pool_blocks: int) -> None:
         self.block_tokens = block_tokens
-        self._pool_blocks = pool_blocks
+        self.pool_blocks = pool_blocks
         self._max_claims = 8 * pool_blocks
         self._claims = 0
         self.claimed: dict[Hash, int | set[int]] = {}
@@ -321,15 +321,15 @@ class Book:
     def ranking(self, now: float) -> Ranking:
         """All contexts, worst first: by level, then by worth, then the one heard of longer ago first."""
         if self._ranking is None or not 0 <= now - self._ranking.made_at < RANKING_S:
-            ranks = self._ranks(now)
-            ascending = sorted(ranks, key=ranks.__getitem__)
+            ascending = [number for *_, number in sorted(self._ranks(now))]
             self._ranking = Ranking(ascending, {number: i for i, number in enumerate(ascending)}, now)
         return self._ranking
 
-    def _ranks(self, now: float) -> dict[int, tuple[Level, float, float, int]]:
+    def _ranks(self, now: float) -> list[tuple[Level, float, float, int]]:
+        """Level, worth, when it was heard of last, and number, of each context."""
         curves = {child: self._returns.curve(child, now) for child in (False, True)}
         protected = self._protected(now)
-        ranks = {}
+        ranks = []
         for number, context in self._contexts.items():
             session = context.session
             level, worth = Level.LIVE, 0.0
@@ -345,7 +345,7 @@ class Book:
                     worth = max(worth, _announced(context.expected_at - now))
                 if context.due_until > now:
                     worth = max(worth, _announced(0.0))
-            ranks[number] = (level, worth, context.used_at, number)
+            ranks.append((level, worth, context.used_at, number))
         return ranks
 
     def _protected(self, now: float) -> set[int]:
@@ -359,7 +359,7 @@ class Book:
                 wishes.setdefault(session.key[0], []).append((session.retained_at, context))
         found: set[int] = set()
         for by_salt in wishes.values():
-            left = PROTECTED_SHARE * self._pool_blocks / len(wishes)
+            left = PROTECTED_SHARE * self.pool_blocks / len(wishes)
             for _, context in sorted(by_salt, key=lambda wish: wish[0], reverse=True):
                 if len(context.hashes) <= left:
                     left -= len(context.hashes)
@@ -380,8 +380,11 @@ class Book:
         del old[common:]
         old.extend(new)
         self._claims += len(new) - len(lost)
-        for value in new:
-            self._claim(value, context.number)
+        if self.claimed.keys().isdisjoint(new):
+            self.claimed.update(dict.fromkeys(new, context.number))
+        else:
+            for value in new:
+                self._claim(value, context.number)
         still = set(new) if lost and new else ()
         for value in lost:
             if value not in still:

@@ -20,6 +20,9 @@ log = logging.getLogger("vllm.kvpilot")
 
 _GROUP_BYTES = 4
 """vLLM's key of a cached block is its hash and, in so many bytes, its KV group."""
+_AHEAD = 32
+_AHEAD_SHARE = 1 / 64
+"""So many blocks, but no more of the pool, are taken out of what is kept at once: most requests want one at a time."""
 _popleft_n: Callable[[FreeKVCacheBlockQueue, int], list[KVCacheBlock]] = FreeKVCacheBlockQueue.popleft_n
 
 
@@ -32,6 +35,7 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         super().__init__([])
         self.append_n_plain(free)
         self._book = book
+        self._ahead = min(_AHEAD, int(_AHEAD_SHARE * book.pool_blocks))
         self.kept: Kept[KVCacheBlock] = Kept(book)
         self._homes = self.kept.homes
         self.clock = clock
@@ -59,7 +63,7 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
             return _popleft_n(self, n)
         victims: list[KVCacheBlock] = []
         try:
-            self.kept.pop(from_kept, self.clock(), victims)
+            self.kept.pop(min(from_kept + self._ahead, len(self._homes)), self.clock(), victims)
             if len(victims) < from_kept:
                 raise RuntimeError(f"{from_kept} blocks are kept, {len(victims)} were found")
         except Exception:
@@ -70,7 +74,9 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
             super().append_n(victims + rest)
             return _popleft_n(self, n)
         self.num_free_blocks -= len(victims)
-        return [*_popleft_n(self, n - from_kept), *victims]
+        taken = [*_popleft_n(self, n - from_kept), *victims[:from_kept]]
+        super().append_n(victims[from_kept:])
+        return taken
 
     def remove(self, block: KVCacheBlock) -> None:
         if self.kept.discard(block.block_id):
@@ -85,13 +91,15 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         if not self._book.claims:
             super().append_n(blocks)
             return
-        bare = [block for block in blocks if block._block_hash is None]
+        full = [block for block in blocks if block._block_hash is not None]
+        bare = [block for block in blocks if block._block_hash is None] if len(full) < len(blocks) else []
         plain = self.kept.add(
-            (block.block_id, block, block._block_hash[:-_GROUP_BYTES], block._block_hash_num_tokens or 0)
-            for block in blocks
-            if block._block_hash is not None
+            [block.block_id for block in full],
+            full,
+            [block._block_hash[:-_GROUP_BYTES] for block in full],
+            [block._block_hash_num_tokens or 0 for block in full],
         )
-        self.num_free_blocks += len(blocks) - len(plain) - len(bare)
+        self.num_free_blocks += len(full) - len(plain)
         super().append_n(bare + plain)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:

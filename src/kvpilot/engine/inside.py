@@ -83,7 +83,9 @@ class Inside:
             key, request.block_hashes, now, parent=hints.parent, supersedes=hints.supersedes
         )
         plain = not request.mm_features and request.prompt_embeds is None
-        context.origin = Origin(request.cache_salt, request.lora_request, request._block_hasher, plain)
+        known = context.origin
+        if known is None or (known.plain, known.lora_request) != (plain, request.lora_request):
+            context.origin = Origin(request.cache_salt, request.lora_request, request._block_hasher, plain)
         if hints.retain_s:
             self.book.retain(key, now + hints.retain_s, now)
         self.loader.cancel(context, "the session's request came")

@@ -11,7 +11,7 @@ This runs in every step of an engine's scheduler, for every block that comes and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvpilot.engine.book import Book, Hash, Ranking
@@ -61,27 +61,42 @@ class Kept(Generic[B]):
     def __contains__(self, block_id: int) -> bool:
         return block_id in self.homes
 
-    def add(self, blocks: Iterable[tuple[int, B, Hash, int]]) -> list[B]:
-        """Keep blocks: id, block, hash, and how many tokens from its context's head it ends. Returns those that
+    def add(
+        self, ids: Sequence[int], blocks: Sequence[B], hashes: Sequence[Hash], lengths: Sequence[int]
+    ) -> list[B]:
+        """Keep blocks: their ids, hashes, and how many tokens from its context's head each ends. Returns those that
         nobody claims."""
-        claimed, homes = self._claimed, self.homes
+        claimants = [*map(self._claimed.get, hashes)]
+        first = claimants[0] if claimants else None
+        if isinstance(first, int) and claimants.count(first) == len(claimants):
+            self._add_run(first, ids, blocks, hashes, lengths)
+            return []
         nobodys: list[B] = []
-        last, pile = -1, None
-        for block_id, block, value, length in blocks:
-            claimants = claimed.get(value)
-            if claimants is None:
+        for block_id, block, value, length, found in zip(
+            ids, blocks, hashes, lengths, claimants, strict=True
+        ):
+            if found is None:
                 nobodys.append(block)
-                continue
-            home = claimants if claimants.__class__ is int else next(iter(claimants))  # type: ignore[arg-type]
-            assert isinstance(home, int)
-            if home != last or pile is None:
-                last, pile = home, self._pile(home)
-            if length > pile.least and pile.blocks:
-                pile.tidy = False
-            pile.least = length
-            pile.blocks[block_id] = (length, value, block)
-            homes[block_id] = home
+            else:
+                home = found if isinstance(found, int) else next(iter(found))
+                self._file(home, block_id, length, value, block)
         return nobodys
+
+    def _add_run(
+        self,
+        home: int,
+        ids: Sequence[int],
+        blocks: Sequence[B],
+        hashes: Sequence[Hash],
+        lengths: Sequence[int],
+    ) -> None:
+        """File blocks of one context: what a request that ends has nearly always."""
+        pile = self._pile(home)
+        in_order = lengths == sorted(lengths, reverse=True) and (not pile.blocks or lengths[0] <= pile.least)
+        pile.tidy = pile.tidy and in_order
+        pile.least = lengths[-1]
+        pile.blocks.update(zip(ids, zip(lengths, hashes, blocks, strict=True), strict=True))
+        self.homes.update(dict.fromkeys(ids, home))
 
     def discard(self, block_id: int) -> bool:
         """The block is free no more (or its content is gone). False: it was not kept."""
@@ -121,6 +136,13 @@ class Kept(Generic[B]):
         pile = self._piles[number]
         pile.put_in_order()
         claimed, homes, blocks = self._claimed, self.homes, pile.blocks
+        if len(blocks) <= count - len(taken):
+            claimants = [claimed.get(value) for _, value, _ in blocks.values()]
+            if claimants.count(number) == len(claimants):  # All of it goes, as from most contexts.
+                taken.extend([block for _, _, block in blocks.values()])
+                for block_id in self._piles.pop(number).blocks:
+                    del homes[block_id]
+                return len(taken) == count
         while blocks:
             block_id, (length, value, block) = blocks.popitem(last=False)
             del homes[block_id]
