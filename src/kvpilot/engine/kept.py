@@ -137,8 +137,8 @@ class Kept(Generic[B]):
         pile.put_in_order()
         claimed, homes, blocks = self._claimed, self.homes, pile.blocks
         if len(blocks) <= count - len(taken):
-            claimants = [claimed.get(value) for _, value, _ in blocks.values()]
-            if claimants.count(number) == len(claimants):  # All of it goes, as from most contexts.
+            claims = [claimed.get(value) for _, value, _ in blocks.values()]
+            if claims.count(number) == len(claims):  # All of it goes, as from most contexts.
                 taken.extend([block for _, _, block in blocks.values()])
                 for block_id in self._piles.pop(number).blocks:
                     del homes[block_id]

@@ -169,8 +169,8 @@ class PromptIds:
 class StreamReader:
     """One streamed reply. ``feed`` takes bytes as they arrive, cut anywhere, and returns what goes on.
 
-    Facts accumulate in ``facts``; all of them are there after :meth:`finish`. ``chunk_hashes`` gives the hashes that the
-    first choice's last chunk is to carry, once its ids are among the facts; None: nobody asked for them.
+    Facts accumulate in ``facts``; all of them are there after :meth:`finish`. ``chunk_hashes`` gives the hashes that
+    the first choice's last chunk is to carry, once its ids are among the facts; None: nobody asked for them.
     """
 
     def __init__(self, added: frozenset[str], chunk_hashes: Callable[[], list[str]] | None = None) -> None:
