@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot.backends.base import Unreachable
+from kvpilot.backends.base import TimedOut, Unreachable
 from kvpilot.backends.engine_plugin import EngineState
 from kvpilot.domain import OutcomeStatus
 from kvpilot.engine.commands import EngineCommand, EngineOutcome, Kind
@@ -18,7 +18,7 @@ class PluggedEngine:
         self.pool = residency.pool("engine", "m")
         self.blocks = blocks
         self.there = self.plugged = True
-        self.full = False
+        self.full = self.busy = False
         self.asked: list[EngineCommand] = []
 
     def holds(self, tokens: list[int], salt: str = "") -> None:
@@ -34,7 +34,9 @@ class PluggedEngine:
     def orders(self, kind: Kind) -> list[EngineCommand]:
         return [command for command in self.asked if command.kind is kind]
 
-    async def state(self) -> EngineState | None:
+    async def state(self, timeout_s: float) -> EngineState | None:
+        if self.busy:
+            raise TimedOut("no answer")
         if not self.there:
             raise Unreachable("nobody listens")
         if not self.plugged:

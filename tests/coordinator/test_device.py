@@ -174,6 +174,17 @@ async def test_a_plug_in_that_comes_and_goes_is_told_once_each_and_missed_by_nob
     assert len(said) == 2 and "going on without" in said[0] and "steered" in said[1]
 
 
+async def test_an_engine_that_is_too_busy_to_tell_its_state_still_has_the_plug_in(
+    world: World, engine: PluggedEngine
+) -> None:
+    engine.busy = True
+    await world.service.device.look()
+    turn(world, context("a"), "A")
+    await world.settle(world.signal("A", SignalKind.END))
+    await orders_done()
+    assert engine.orders(Kind.EVICT)
+
+
 async def test_an_engine_that_fails_during_an_order_fails_that_action_alone(
     world: World, engine: PluggedEngine
 ) -> None:

@@ -149,7 +149,7 @@ def test_what_an_ended_session_left_in_the_pool_goes_before_what_waits_longer(pl
         return int(engine(plugged, kind="demote", tokens=tokens).get("planned", 0))
 
     assert eventually(lambda: left() == 0)
-    chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 400)}], f"{tag}-new")
+    chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 300)}], f"{tag}-new")
     before = hits(plugged)
     chat(plugged, messages, f"{tag}-waits", tools=TOOLS)
     after = hits(plugged)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from kvpilot.backends.base import BackendError
+from kvpilot.backends.base import BackendError, TimedOut
 from kvpilot.backends.engine_plugin import EngineState
 from kvpilot.domain import Space, TokenArray
 from kvpilot.engine.commands import MAX_TTL_S, EngineCommand, EngineOutcome, Kind
@@ -27,7 +27,8 @@ LOOK_S = 2.0
 """How often an engine that has the plug-in, or is not there, is asked for its state."""
 ABSENT_S = 30.0
 """How often one that has answered without it."""
-ORDER_S = 10.0
+STATE_S = 30.0
+ORDER_S = 30.0
 """How long the outcome of an order is waited for."""
 MAX_ORDERS = 1000
 """Orders that wait; of more the oldest are given up, they only were wishes."""
@@ -40,7 +41,7 @@ MAX_DOUBLINGS = 2
 class Plugin(Protocol):
     """An engine's plug-in, as :class:`kvpilot.backends.engine_plugin.EnginePlugin` speaks to it."""
 
-    async def state(self) -> EngineState | None: ...
+    async def state(self, timeout_s: float) -> EngineState | None: ...
 
     async def command(self, command: EngineCommand, timeout_s: float) -> EngineOutcome: ...
 
@@ -189,7 +190,9 @@ class Device:
             return
         was = self.active
         try:
-            self.state, why = await self._plugin.state(), "the engine has none"
+            self.state, why = await self._plugin.state(STATE_S), "the engine has none"
+        except TimedOut as error:
+            why = str(error)  # It is busy: an engine answers between its steps.
         except BackendError as error:
             self.state, why = None, str(error)
             self._absent = False
