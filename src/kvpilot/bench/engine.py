@@ -46,6 +46,11 @@ def print_report(document: dict[str, Any], console: Console) -> None:
             f"preemptions, {soaked['aborted']:,} cancelled, {soaked['hits_checked']:,} blocks of hits checked, "
             f"{soaked['slices_loaded']:,} slices prefetched; nothing leaked"
         )
+    if (told := document["same_answers"]) is not None:
+        console.print(
+            f"same answers: {told['requests']} requests of {told['model']}, other tokens in {len(told['differing'])}, "
+            f"logprobs differ by at most {told['largest_logprob_difference']:.1e}; done to them: {told['done']}"
+        )
     for row in document["cost"]:
         low, high = row["ratio_95"]
         console.print(

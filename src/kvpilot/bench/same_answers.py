@@ -1,8 +1,9 @@
 """Does the plug-in change answers? The same requests, one at a time, on a stock engine and on a steered one.
 
-On the steered engine everything is done to them that kvpilot can do: a pool too small for the sessions, commands between
-the requests (evict, demote, retain, prefetch), the coordinator's own plan, and requests that are preempted while they
-run. Prompts are token ids and do not depend on answers, so that the two runs can be compared request by request.
+On the steered engine everything is done to them that kvpilot can do: a pool too small for the sessions, commands
+between the requests (evict, demote, retain, prefetch), the coordinator's own plan, and requests that are preempted
+while they run. Prompts are token ids and do not depend on answers, so that the two runs can be compared request by
+request.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import aiohttp
 
 from kvpilot.backends.base import BackendError
-from kvpilot.bench.lab import BenchError
 from kvpilot.backends.engine_plugin import EnginePlugin
+from kvpilot.bench.lab import BenchError
 from kvpilot.config import Config
 from kvpilot.engine.commands import EngineCommand, Kind
 from kvpilot.stack.launch import Endpoints, launch, with_free_ports
 
-LONGEST = 768
+LONGEST = 640
 """Tokens of a context; 512 and more have a chunk in the tiers below."""
 SESSIONS = 8
 OUTPUT = 6
@@ -64,7 +65,7 @@ def script(requests: int, seed: int, vocabulary: int = 40_000) -> list[Asked]:
     out = []
     for number in range(requests):
         name = f"s{dice.randrange(SESSIONS)}"
-        context = contexts.setdefault(name, [*system, *more(dice.randrange(150, 400))])
+        context = contexts.setdefault(name, [*system, *more(dice.randrange(150, 300))])
         roll = dice.random()
         if len(context) > LONGEST - 150 or roll < 0.1:
             del context[dice.randrange(64, len(context)) :]
@@ -81,7 +82,7 @@ def bench_same_answers(config: Config, requests: int, seed: int, say: Say) -> di
     base = with_free_ports(config).with_overrides(
         engine={
             "max_model_len": LONGEST + 2 * OUTPUT,
-            "device_blocks": 2 * LONGEST // config.engine.block_size,
+            "device_blocks": 2 * LONGEST // config.engine.block_size + 1,
             "kv_events": "",
             "dev": True,
         }
@@ -96,7 +97,12 @@ def bench_same_answers(config: Config, requests: int, seed: int, say: Say) -> di
         )
         with launch(settings) as stack:
             runs.append(asyncio.run(_run(stack, asked, done if steered else None, say)))
-    return {"requests": requests, "model": config.engine.model, "done": dict(sorted(done.items())), **compare(*runs)}
+    return {
+        "requests": requests,
+        "model": config.engine.model,
+        "done": dict(sorted(done.items())),
+        **compare(*runs),
+    }
 
 
 def compare(stock: Sequence[Answer], steered: Sequence[Answer]) -> dict[str, Any]:
@@ -114,9 +120,7 @@ def compare(stock: Sequence[Answer], steered: Sequence[Answer]) -> dict[str, Any
     }
 
 
-async def _run(
-    stack: Endpoints, asked: Sequence[Asked], done: Counter[str] | None, say: Say
-) -> list[Answer]:
+async def _run(stack: Endpoints, asked: Sequence[Asked], done: Counter[str] | None, say: Say) -> list[Answer]:
     """``done``: counts what was done to the engine; None: nothing is."""
     plugin = EnginePlugin.from_config(stack.config)
     answers = []
@@ -166,7 +170,11 @@ async def _preempt(http: aiohttp.ClientSession, stack: Endpoints, asking: asynci
     while not asking.done():
         await asyncio.sleep(0.05)
         async with http.get(f"{stack.engine_url}/metrics") as reply:
-            running = [line for line in (await reply.text()).splitlines() if line.startswith("vllm:num_requests_running")]
+            running = [
+                line
+                for line in (await reply.text()).splitlines()
+                if line.startswith("vllm:num_requests_running")
+            ]
         if any(float(line.rpartition(" ")[2]) for line in running):
             query = {"reset_running_requests": "true"}
             async with http.post(f"{stack.engine_url}/reset_prefix_cache", params=query):

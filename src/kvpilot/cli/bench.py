@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -119,24 +119,45 @@ def engine(
     steps: Annotated[int, typer.Option(min=0, help="Steps of the cost measurement; 0 = none.")] = 2000,
     running: Annotated[int, typer.Option(min=1, help="Requests that run at once there.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the soak: equal seeds, equal work.")] = 1,
+    same_answers: Annotated[
+        int, typer.Option(min=0, help="Requests answered by two stacks, steered and stock; 0 = none.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="Of these two stacks.")] = "smollm2",
     json_file: JsonFileOption = None,
     config: ConfigOption = None,
+    state: OwnStateOption = None,
 ) -> None:
-    """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs."""
+    """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs. With
+    --same-answers also on real stacks: exit code 1 when an answer differs."""
+    import sys
+
     from kvpilot.bench import engine as trials
     from kvpilot.bench.lab import BenchError
+    from kvpilot.bench.same_answers import bench_same_answers
     from kvpilot.replay.run import write_json
     from kvpilot.stack import StackError
+    from kvpilot.stack.launch import own_state
 
     with user_errors(BenchError, StackError):
         settings = load(config, None)
-        document = {
+        document: dict[str, Any] = {
             "soak": trials.soak(settings, requests, seed) if requests else None,
             "cost": trials.cost(settings, running, steps) if steps else [],
+            "same_answers": None,
         }
+        if same_answers:
+            with own_state("same-answers", state) as folder:
+                document["same_answers"] = bench_same_answers(
+                    load(config, folder, engine={"model": model}),
+                    same_answers,
+                    seed,
+                    lambda line: print(line, file=sys.stderr, flush=True),
+                )
     if json_file is not None:
         write_json(json_file, document)
     trials.print_report(document, console())
+    if same_answers and not document["same_answers"]["same"]:
+        raise typer.Exit(1)
 
 
 @bench.command()
