@@ -34,7 +34,7 @@ from kvpilot.engine.wire import dump
 
 log = logging.getLogger("vllm.kvpilot")
 
-TICK_S = 1.0
+TICK_S = 2.0
 DUE_S = 10.0
 """For so long a session that somebody has prefetched counts as about to return."""
 
