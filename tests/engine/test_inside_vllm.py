@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpilot.config import Config
-from kvpilot.stack.engine_env import engine_environment, find_engine_python
-from kvpilot.stack.models import ensure_model
-from kvpilot.stack.plugin_folder import make_plugin_folder
+from tests.engine.one_process import run_in_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
 
@@ -23,21 +17,7 @@ WHOLE = 15 * 64
 
 @pytest.fixture(scope="module")
 def seen(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    python = find_engine_python(engine_config)
-    model = ensure_model("m4x256", python)
-    folder = make_plugin_folder(tmp_path_factory.mktemp("plugin") / "engine-plugin")
-    done = subprocess.run(
-        [str(python), str(Path(__file__).with_name("in_process.py")), model],
-        env={**engine_environment(), "PYTHONPATH": str(folder), "KVPILOT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        cwd=os.fspath(folder),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_in_process("in_process.py", engine_config, tmp_path_factory.mktemp("plugin"))
 
 
 def test_an_unknown_version_of_vllm_is_left_alone(seen: dict[str, Any]) -> None:

@@ -98,15 +98,16 @@ class Ranking:
 
 
 class Book:
-    """Sessions and their claims. ``block_tokens``: tokens of one hash; ``pool_blocks``: size of the device pool.
+    """Sessions and their claims. ``block_tokens``: tokens of one hash; ``pool_blocks``: size of the device pool,
+    ``below_blocks``: of the largest tier below it that is given out by these claims, too.
 
     Beginning and finishing a request cost what is new in it; a ranking costs O(contexts · log contexts).
     """
 
-    def __init__(self, block_tokens: int, pool_blocks: int) -> None:
+    def __init__(self, block_tokens: int, pool_blocks: int, below_blocks: int = 0) -> None:
         self.block_tokens = block_tokens
         self.pool_blocks = pool_blocks
-        self._max_claims = 8 * pool_blocks
+        self._max_claims = 8 * max(pool_blocks, below_blocks)
         self._claims = 0
         self.claimed: dict[Hash, int | set[int]] = {}
         """Block → the contexts that need it: one number, or several. To look at; changed here alone."""
@@ -292,6 +293,15 @@ class Book:
     @property
     def claims(self) -> int:
         return self._claims
+
+    def needed(self, value: Hash, context: Context, *, last: bool) -> bool:
+        """Whether somebody will ask for what a request of this context made: unless the session ends with it
+        (``last``) or was given up, its next request; else who claims it beside."""
+        known = self._contexts.get(context.number) is context
+        if known and not last:
+            return True
+        claimants = self.claimed.get(value)
+        return claimants is not None and not (known and claimants == context.number)
 
     def get(self, key: SessionKey) -> Session | None:
         return self._sessions.get(key)

@@ -79,6 +79,10 @@ class EngineOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     skipped: int = 0
     loaded: int = 0
     """Prefetch: blocks that came from below."""
+    dram: int = 0
+    """Evict: chunks that vLLM's own DRAM tier has forgotten as well."""
+    disk: int = 0
+    """Evict: files of vLLM's own disk tier that are deleted as well."""
     seconds: float = 0.0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
@@ -30,6 +31,7 @@ from kvpilot.engine.commands import (
 from kvpilot.engine.free_queue import SessionFreeQueue, install, uninstall
 from kvpilot.engine.hints import read_hints
 from kvpilot.engine.loads import Load, Loader, Reply
+from kvpilot.engine.tiers import tiers_of
 from kvpilot.engine.wire import dump
 
 log = logging.getLogger("vllm.kvpilot")
@@ -57,8 +59,12 @@ class Inside:
         self.scheduler = scheduler
         self.clock = clock
         self.pool = scheduler.kv_cache_manager.block_pool
-        self.book = Book(scheduler.hash_block_size, self.pool.num_gpu_blocks)
+        self.tiers = tiers_of(scheduler)
+        below = self.tiers.tokens // scheduler.hash_block_size if self.tiers is not None else 0
+        self.book = Book(scheduler.hash_block_size, self.pool.num_gpu_blocks, below)
         self.queue: SessionFreeQueue = install(self.pool, self.book, clock)
+        if self.tiers is not None:
+            self.tiers.attach(self)
         self.loader = Loader(self)
         self.off = ""
         self._running: dict[str, tuple[Context, bool]] = {}
@@ -90,6 +96,10 @@ class Inside:
             self.book.retain(key, now + hints.retain_s, now)
         self.loader.cancel(context, "the session's request came")
         self._running[request.request_id] = (context, hints.last)
+
+    def asker(self, request_id: str) -> tuple[Context, bool] | None:
+        """The context of a request that has not ended, and whether its session ends with it."""
+        return self._running.get(request_id)
 
     def finished(self, request: Request) -> None:
         """Before the blocks of a request that ended are freed."""
@@ -135,6 +145,8 @@ class Inside:
             self.loader.abandon(f"kvpilot turned itself off: {reason}")
         finally:
             uninstall(self.pool)
+            if self.tiers is not None:
+                self.tiers.detach()
 
     # ------------------------------------------------------------ commands
 
@@ -236,7 +248,13 @@ class Inside:
         unclaimed = self._unclaimed_free(hashes)
         self.pool.evict_blocks({block.block_id for block in unclaimed})
         self.queue.first(unclaimed[::-1])
-        return _counted(command, resident, len(unclaimed), resident - len(unclaimed))
+        outcome = _counted(command, resident, len(unclaimed), resident - len(unclaimed))
+        if self.tiers is None:
+            return outcome
+        dropped = self.tiers.drop(value for value in hashes if value not in self.book.claimed)
+        if dropped.reason and outcome.status is OutcomeStatus.DONE:
+            outcome = replace(outcome, status=OutcomeStatus.CLIPPED, reason=dropped.reason)
+        return replace(outcome, dram=dropped.dram, disk=dropped.disk)
 
     def _prefetch(self, command: EngineCommand, reply: Reply) -> None:
         key = (command.salt, command.session)
@@ -366,6 +384,7 @@ class Inside:
                 "slices": self.loader.slices,
                 "cancelled": self.loader.cancelled,
             },
+            "tiers": self.tiers.status() if self.tiers is not None else None,
             "commands": self.commands,
         }
 

@@ -69,8 +69,14 @@ class Loader:
     def step_tokens(self) -> int:
         """Contexts come from below in whole multiples of so many tokens."""
         size = int(self._scheduler.block_size)
-        adapter = getattr(self._scheduler.connector, "scheduler_adapter", None)
-        return math.lcm(size, int(getattr(adapter, "lmcache_tokens_per_chunk", size)))
+        connector = self._scheduler.connector
+        lmcache = getattr(connector, "scheduler_adapter", None)
+        own = getattr(getattr(connector, "connector_scheduler", None), "config", None)
+        return math.lcm(
+            size,
+            int(getattr(lmcache, "lmcache_tokens_per_chunk", size)),
+            int(getattr(own, "alignment_tokens", None) or size),
+        )
 
     @property
     def busy(self) -> bool:
@@ -161,6 +167,7 @@ class Loader:
         )
         self._scheduler.requests[request.request_id] = request
         load.request, load.asked_at = request, now
+        self._scheduler.connector.on_new_request(request)
 
     def _look_up(self, load: Load, now: float) -> bool:
         scheduler, request = self._scheduler, load.request

@@ -45,6 +45,7 @@ def _wire() -> None:
             log.warning("kvpilot is off, vLLM goes on without it: %s", reason)
         return
     _wire_scheduler()
+    _wire_tiers()
     _wire_engine()
     _wire_route()
 
@@ -72,6 +73,27 @@ def _wire_scheduler() -> None:
         return session_aware(chosen)
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+def _wire_tiers() -> None:
+    """Tiers that the environment asks for, unless a flag names a connector or vLLM's own offloading."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.kv_transfer_config is None and self.kv_offloading_size is None:
+            from kvpilot.engine.tier_env import transfer_config
+
+            try:
+                if (chosen := transfer_config(os.environ)) is not None:
+                    self.kv_transfer_config = KVTransferConfig(**chosen)
+            except ValueError as error:
+                log.warning("kvpilot adds no tiers: %s", error)
+        return stock(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def _wire_engine() -> None:
