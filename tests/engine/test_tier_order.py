@@ -59,6 +59,10 @@ class Machine(RuleBasedStateMachine):
         hashes = chain(key[0], *parts)
         self.running.append((self.book.begin(key, hashes, self.now, supersedes=supersedes), hashes))
 
+    @rule(key=st.sampled_from(SESSIONS), parts=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
+    def is_learned_of(self, key: SessionKey, parts: list[str]) -> None:
+        self.book.learn(key, chain(key[0], *parts), [], self.now)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=st.lists(st.sampled_from("xy"), max_size=3), last=st.booleans())
     def ends(self, data: st.DataObject, more: list[str], last: bool) -> None:
@@ -137,7 +141,8 @@ class Machine(RuleBasedStateMachine):
         elif what == "demote":
             self.book.demote(key)
         elif what == "expect":
-            self.book.expect(key, self.now + 5)
+            for session in self.book.sessions(key, tree=False):
+                self.book.expect(session.contexts[-1], self.now + 5)
         else:
             self.book.retain(key, self.now + 20, self.now)
 

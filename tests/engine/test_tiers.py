@@ -52,6 +52,10 @@ def test_the_tiers_go_on_when_kvpilot_turns_itself_off(seen: dict[str, Any]) -> 
     assert seen["turned_off"] == {"cached": WHOLE}
 
 
+def test_an_error_of_kvpilots_leaves_the_tiers_to_vllm(seen: dict[str, Any]) -> None:
+    assert seen["errors_inside"] == {"cached": [WHOLE, WHOLE], "order": "recency"}
+
+
 def test_a_context_larger_than_dram_comes_from_disk_as_far_as_there_is_room(seen: dict[str, Any]) -> None:
     assert 0 < seen["disk"]["larger_than_dram"] <= 12 * 64
     assert seen["disk"]["same"]

@@ -148,6 +148,28 @@ def pressure(model: str, **extra: Any) -> dict[str, Any]:
     return seen
 
 
+def errors_inside(model: str) -> dict[str, Any]:
+    """Neither the order nor the admission works any more."""
+    engine = Tiered(model, 20)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("made to fail")
+
+    cached = []
+    engine.ask("first", "first")
+    engine.tiers._policy.order._kept.pop = broken
+    engine.ask("second", "second")
+    order = engine.command(kind="status")["tiers"]["order"]
+    engine.empty_pool()
+    cached.append(engine.ask("second", "second"))
+    engine.scheduler.kvpilot.book.needed = broken
+    engine.ask("third", "third")
+    engine.empty_pool()
+    cached.append(engine.ask("third", "third"))
+    engine.close()
+    return {"cached": cached, "order": order}
+
+
 def disk(model: str, folder: str) -> dict[str, Any]:
     """DRAM has less room than the context."""
     engine = Tiered(model, 12, folder, disk_chunks=100)
@@ -207,6 +229,7 @@ def main(model: str) -> None:
     engine.close()
     seen["pressure"] = pressure(model)
     seen["pressure_stock"] = pressure(model, **STOCK)
+    seen["errors_inside"] = errors_inside(model)
     with tempfile.TemporaryDirectory() as folder:
         seen["disk"] = disk(model, folder)
     with tempfile.TemporaryDirectory() as folder:

@@ -67,6 +67,11 @@ class TierOrder(Generic[P]):
 
     # ------------------------------------------------------------ whose value counts
 
+    @property
+    def follows(self) -> bool:
+        """Whether sessions decide; else recency alone does."""
+        return self._kept is not None
+
     def follow(self, book: Book) -> None:
         """From now on this book's claims and ranking count."""
         self.forget_book()
@@ -83,10 +88,14 @@ class TierOrder(Generic[P]):
         book.on_lost = on_lost
 
     def forget_book(self) -> None:
-        """From now on only recency counts."""
-        kept, self._kept = self._kept, None
-        for chunk in kept.clear() if kept is not None else ():
-            self._loosen(chunk)
+        """From now on only recency counts. Right whatever an error left behind."""
+        self._kept = None
+        for chunk in self._chunks.values():
+            chunk.loose = chunk.evictable
+        loose = [chunk for chunk in self._chunks.values() if chunk.loose]
+        self._heap = [(chunk.used, chunk.number, chunk.key) for chunk in loose]
+        heapq.heapify(self._heap)
+        self._loose = self.evictable = len(loose)
 
     # ------------------------------------------------------------ what the tier tells
 
@@ -209,7 +218,7 @@ class TierOrder(Generic[P]):
         """File a chunk under a context that claims it; whether there is one."""
         if self._kept is None:
             return False
-        return not self._kept.add([(chunk.number, chunk, chunk.hash, chunk.length)])
+        return not self._kept.add([chunk.number], [chunk], [chunk.hash], [chunk.length])
 
     def _loosen(self, chunk: Chunk[P]) -> None:
         chunk.loose = True

@@ -8,6 +8,7 @@ around it, it is vLLM's tiering with LRU.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,12 +31,14 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpilot.engine.book import Context, Hash
+from kvpilot.engine.book import Book, Context, Hash
 from kvpilot.engine.tier_disk import SessionDisk
 from kvpilot.engine.tier_order import GROUP_BYTES, Key, TierOrder
 
 if TYPE_CHECKING:
     from kvpilot.engine.inside import Inside
+
+log = logging.getLogger("vllm.kvpilot")
 
 DEFAULTS = {
     "eviction_policy": "SessionPolicy",
@@ -81,9 +84,14 @@ class SessionPolicy(CachePolicy):
         self.order.use(reversed(order_request_keys(key_groups, req_context)))
 
     def evict(self, n: int, protected: set[Key]) -> list[tuple[Key, ChunkStatus]] | None:
-        return self.order.evict(
-            n, protected, time.monotonic(), self._in_its_own_way if self.promoting is not None else None
-        )
+        refuse = self._in_its_own_way if self.promoting is not None else None
+        try:
+            return self.order.evict(n, protected, time.monotonic(), refuse)
+        except Exception:
+            # A store or a load waits for this room: it gets it, in vLLM's own order from now on.
+            log.exception("kvpilot's order of the tiers failed: from now on the least recently used goes")
+            self.order.forget_book()
+            return self.order.evict(n, protected, time.monotonic(), refuse)
 
     def _in_its_own_way(self, victim: Key) -> bool:
         """A chunk that comes up never takes the room of what the same request needs before it: in a tier smaller
@@ -161,11 +169,18 @@ class SessionTiers(TieringOffloadingManager):
     def prepare_store(self, keys: Collection[Key], req_context: ReqContext) -> PrepareStoreOutput | None:
         asker = req_context.get_state(_Asker)
         if asker is not None and self._inside is not None:
-            needed = self._inside.book.needed
-            wanted = [key for key in keys if needed(key[:-GROUP_BYTES], asker.context, last=asker.last)]
-            self.not_stored += len(keys) - len(wanted)
-            keys = wanted
+            try:
+                keys = self._wanted(keys, asker, self._inside.book)
+            except Exception:
+                log.exception("kvpilot could not tell what is needed below: all of it is stored from now on")
+                self.detach()
         return super().prepare_store(keys, req_context)
+
+    def _wanted(self, keys: Collection[Key], asker: _Asker, book: Book) -> list[Key]:
+        """Those that somebody will ask for."""
+        wanted = [k for k in keys if book.needed(k[:-GROUP_BYTES], asker.context, last=asker.last)]
+        self.not_stored += len(keys) - len(wanted)
+        return wanted
 
     def _initiate_promotion(self, tier_idx: int, key: Key, req_context: ReqContext) -> bool:
         policy = self._policy
@@ -210,11 +225,17 @@ class SessionTiers(TieringOffloadingManager):
         return {
             "chunks": primary._num_chunks,
             "free": primary._get_num_free_chunks(),
-            "order": "sessions" if self._policy is not None else type(primary._policy).__name__,
+            "order": self._order(),
             "not_stored": self.not_stored,
             "below": [tier.tier_type for tier in self.secondary_tiers],
             "disk": [{"chunks": len(disk.order), "room": disk.room} for disk in self._disks],
         }
+
+    def _order(self) -> str:
+        """What decides in DRAM."""
+        if self._policy is None:
+            return type(self.primary_tier._policy).__name__
+        return "sessions" if self._policy.order.follows else "recency"
 
 
 class KvpilotTieringSpec(TieringOffloadingSpec):
