@@ -16,6 +16,7 @@ from kvpilot.forecast.hazard import HazardModel
 from kvpilot.forecast.prior import packaged
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.brain import Kvpilot
+from kvpilot.sim.compiled import KERNELS
 from kvpilot.sim.one_tier import run_contexts, scenario_of
 from kvpilot.sim.policy import Run
 from kvpilot.traces import find_trace, read_trace
@@ -26,7 +27,7 @@ SESSIONS = 120
 
 def learned(paths: list[Path], seed: int = 1) -> tuple[HazardModel, HazardModel]:
     """Models of pauses and of cycles after all of the recordings, one after the other."""
-    pauses, cycles = HazardModel(), HazardModel()
+    pauses, cycles = HazardModel(kernels=KERNELS), HazardModel(kernels=KERNELS)
     for path in paths:
         scenario = scenario_of(list(read_trace(path)), SESSIONS, seed)
 

@@ -28,6 +28,10 @@ class Pause:
     """The last tool called before this reply, with its program: how far the work has come."""
     turns: int = 0
     """Requests of the conversation so far."""
+    run: int = 0
+    """Requests since a person was last waited for: how long the work went on by itself."""
+    people: int = 0
+    """How often a person was waited for before."""
     broken: bool = False
     """Whether the reply broke off (an error, a client that went): nobody is known to read it."""
 
@@ -65,6 +69,7 @@ def _answered(pause: Pause) -> list[str]:
     if pause.last_tool is not None:
         names.append(f"person:after:{pause.last_tool}")
     names += [f"person:reply:{_octave(pause.reply_tokens)}", f"person:turns:{_octave(pause.turns)}"]
+    names += [f"person:run:{_octave(pause.run)}", f"person:people:{_octave(pause.people)}"]
     return names
 
 

@@ -51,6 +51,10 @@ class Rhythm(msgspec.Struct):
     work: str | None = None
     """The last tool it called at all, by its program where it has one."""
     reply_tokens: int = 0
+    run: int = 0
+    """Requests since a person was last waited for."""
+    people: int = 0
+    """How often a person was waited for."""
 
 
 class StoredRhythm(msgspec.Struct):
@@ -106,6 +110,7 @@ class Forecaster:
         rhythm.cycle_s = self.cycles.end(owner, now)
         rhythm.session, rhythm.child = session, child
         rhythm.turns += 1
+        rhythm.run += 1
         rhythm.running += 1
         cycle = Cycle(
             session=session,
@@ -137,8 +142,12 @@ class Forecaster:
             last_s=rhythm.last_s,
             last_tool=rhythm.work,
             turns=rhythm.turns,
+            run=rhythm.run,
+            people=rhythm.people,
             broken=broken,
         )
+        if not tools:
+            rhythm.run, rhythm.people = 0, rhythm.people + 1
         rhythm.reply_tokens = tokens
         rhythm.after = tool = slowest(tools) if tools else None
         if tool is not None:
