@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpilot.backends.base import TimedOut, Unreachable
-from kvpilot.backends.engine_plugin import EngineState
+from kvpilot.backends.engine_plugin import Displaced, EngineState
 from kvpilot.domain import OutcomeStatus
 from kvpilot.engine.commands import EngineCommand, EngineOutcome, Kind
 from kvpilot.ingest.residency import Residency
@@ -19,6 +19,7 @@ class PluggedEngine:
         self.blocks = blocks
         self.there = self.plugged = True
         self.full = self.busy = False
+        self.displaced: tuple[Displaced, ...] = ()
         self.asked: list[EngineCommand] = []
 
     def holds(self, tokens: list[int], salt: str = "") -> None:
@@ -47,6 +48,8 @@ class PluggedEngine:
             events=True,
             block_tokens=BLOCK,
             blocks={"total": self.blocks, "free": self.blocks},
+            taken=sum(each.blocks for each in self.displaced),
+            displaced=self.displaced,
         )
 
     async def command(self, command: EngineCommand, timeout_s: float) -> EngineOutcome:

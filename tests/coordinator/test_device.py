@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvpilot.backends.engine_plugin import Displaced
+from kvpilot.control.metrics import metrics_text
+from kvpilot.coordinator.explain import Explainer
 from kvpilot.coordinator.planner import Planner
 from kvpilot.domain import ActionKind, OutcomeStatus, Retention, SessionRef, Signal, SignalKind
 from kvpilot.engine.commands import Kind
@@ -172,6 +175,24 @@ async def test_a_plug_in_that_comes_and_goes_is_told_once_each_and_missed_by_nob
         await device.look()
     said = [record.message for record in caplog.records if "plug-in" in record.message]
     assert len(said) == 2 and "going on without" in said[0] and "steered" in said[1]
+
+
+async def test_what_others_took_from_a_session_is_told(world: World, engine: PluggedEngine) -> None:
+    turn(world, context("a"), "A")
+    explainer = Explainer(world.service, Planner(world.service))
+    session = world.service.book.get("default", "A")
+    assert session is not None
+    [told] = explainer.session(session)["conversations"]
+    assert told["in_device_pool"] == {"tokens": 40, "lost_to_others": 0}
+    engine.displaced = (Displaced("", "A", 3), Displaced("other", "A", 5))
+    await world.service.device.look()
+    [told] = explainer.session(session)["conversations"]
+    assert told["in_device_pool"]["lost_to_others"] == 12
+    assert b"kvpilot_device_taken_blocks_total 8.0" in metrics_text(world.service)
+    engine.plugged = False
+    await world.service.device.look()
+    [told] = explainer.session(session)["conversations"]
+    assert told["in_device_pool"] is None
 
 
 async def test_an_engine_that_is_too_busy_to_tell_its_state_still_has_the_plug_in(

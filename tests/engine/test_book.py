@@ -144,6 +144,17 @@ def test_a_context_somebody_tells_of_is_claimed_and_no_return_of_its_session() -
     assert book.claimed[chain("p")[0]] == only_context(book, "b").number
 
 
+def test_what_others_took_from_a_session_counts_until_its_next_request() -> None:
+    book = Book(SIZE, 100)
+    for name in ("a", "b"):
+        turn(book, name, chain(name), 0.0)
+    book.gave(only_context(book, "a").number, 3)
+    book.gave(only_context(book, "b").number, 1)
+    assert book.displaced(9) == [(("", "a"), 3), (("", "b"), 1)] and book.displaced(1) == [(("", "a"), 3)]
+    turn(book, "a", chain("a", "more"), 1.0)
+    assert (book.displaced(9), book.taken) == ([(("", "b"), 1)], 4)
+
+
 def test_who_is_expected_soon_ranks_above_who_left_earlier_or_later() -> None:
     book = Book(SIZE, 100)
     for name in ("a", "soon", "b"):

@@ -17,6 +17,14 @@ from kvpilot.engine.commands import PATH, EngineCommand, EngineOutcome
 TIMEOUT_S = 60.0
 
 
+class Displaced(msgspec.Struct, frozen=True):
+    """A session that lost blocks to others since its last request."""
+
+    salt: str
+    session: str
+    blocks: int
+
+
 class EngineState(msgspec.Struct, frozen=True):
     """What the plug-in says of itself. Counts are blocks of ``block_tokens`` tokens."""
 
@@ -31,6 +39,9 @@ class EngineState(msgspec.Struct, frozen=True):
     blocks: Mapping[str, int] = {}
     requests: Mapping[str, int] = {}
     sessions: int = 0
+    taken: int = 0
+    """Blocks that sessions needed and others were given, since the engine started."""
+    displaced: tuple[Displaced, ...] = ()
 
     @property
     def prefetches(self) -> bool:

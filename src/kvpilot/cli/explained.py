@@ -50,6 +50,11 @@ def print_chunk(answer: dict[str, Any], say: Say) -> None:
 def _print_conversation(c: dict[str, Any], say: Say) -> None:
     resident = ", ".join(f"{count} in {tier}" for tier, count in c["resident"].items()) or "none in any tier"
     say(f"conversation {c['conversation']}: {c['chunks']} chunks ({resident}; {c['shared_chunks']} shared)")
+    if (pool := c.get("in_device_pool")) is not None:
+        say(
+            f"  in the device pool: {pool['tokens']} tokens; lost to others since its last request: "
+            f"{pool['lost_to_others']}"
+        )
     if c["kept"] or c["priority"]:
         say(f"  a client wishes it kept: {'yes' if c['kept'] else 'no'}, priority {c['priority']}")
     forecast = c["forecast"]

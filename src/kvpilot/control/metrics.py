@@ -98,6 +98,8 @@ def _device(device: Device) -> Iterator[Metric]:
     yield _gauge("device_blocks", "Blocks of the device pool.", "state", dict(state.blocks if state else {}))
     requests = dict(state.requests if state else {})
     yield _gauge("engine_requests", "Requests in the engine.", "state", requests)
+    taken = state.taken if state else 0
+    yield _plain("device_taken_blocks", "Blocks that sessions needed and others were given.", taken)
     orders = CounterMetricFamily(
         "kvpilot_device_orders", "Orders to the engine's plug-in.", labels=["kind", "outcome"]
     )

@@ -101,6 +101,13 @@ class Device:
         found = (pool.held(space.salt, space.adapter, own) for pool, own in zip(pools, known[1], strict=True))
         return max(found, default=0)
 
+    def displaced(self, session: str, space: Space) -> int:
+        """Tokens that the session lost to others in the pool since its last request, as the engine said last."""
+        state = self.state
+        found = state.displaced if state is not None else ()
+        mine = (each.blocks for each in found if (each.salt, each.session) == (space.salt, session))
+        return sum(mine) * (state.block_tokens if state is not None else 0)
+
     def resting(self, thread: Thread) -> bool:
         """Whether the thread's context was brought a moment ago, or in vain: it is left alone for a while."""
         turn, times, at = self._tried.get(thread.owner, (-1, 0, 0.0))

@@ -86,12 +86,21 @@ class Explainer:
             "chunks": len(chunks),
             "shared_chunks": sum(count > 1 for count in sharing),
             "resident": {tier.value: count for tier, count in tiers.items()},
+            "in_device_pool": self._in_device_pool(thread) if held else None,
             "forecast": self._forecast(owner, now),
             "worth": service.forecasts.worth(owner, now),
             "place": _place(places.get(owner)),
             "next": [_coming(decision) for decision in upcoming if decision.owner == owner],
             "last": _told(self._planner.taken.get(owner)),
         }
+
+    def _in_device_pool(self, thread: Thread) -> dict[str, int] | None:
+        """Tokens there, and those the session lost to others since its last request; None without the plug-in."""
+        device = self._service.device
+        if not device.active:
+            return None
+        lost = device.displaced(thread.session[1], thread.space)
+        return {"tokens": device.resident(thread), "lost_to_others": lost}
 
     def _forecast(self, owner: str, now: float) -> dict[str, Any] | None:
         forecasts = self._service.forecasts

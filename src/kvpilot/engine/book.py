@@ -63,6 +63,8 @@ class Context:
     """Until then its next request may come any moment."""
     expires_at: float = 0.0
     """Of a wish."""
+    taken: int = 0
+    """Of its blocks, those that others were given since its last request."""
     origin: Any = None
     """Whatever the engine needs to make a request for this context again."""
 
@@ -116,6 +118,8 @@ class Book:
         self._free_numbers: list[int] = []
         self._returns = Returns()
         self._ranking: Ranking | None = None
+        self.taken = 0
+        """Blocks that contexts needed and others were given, of all."""
         self.on_lost: Callable[[int, int], None] = lambda number, length: None
         """Called with a context's number after it gave up claims on what ends more than ``length`` tokens from its
         head."""
@@ -141,6 +145,7 @@ class Book:
         session.demoted = False
         context = self._going_on(session, hashes) or self._new_context(session)
         context.expected_at = context.due_until = 0.0
+        context.taken = 0
         if supersedes:
             for other in [c for c in session.contexts if c is not context and not c.running]:
                 self._forget(other)
@@ -274,6 +279,21 @@ class Book:
         for wish in wishes:
             self._forget(wish)
         return len(wishes)
+
+    def gave(self, number: int, blocks: int) -> None:
+        """So many blocks that a context needs are given to whoever asks for room."""
+        self.taken += blocks
+        if (context := self._contexts.get(number)) is not None:
+            context.taken += blocks
+
+    def displaced(self, most: int) -> list[tuple[SessionKey, int]]:
+        """Sessions that lost blocks to others since their last request, and how many; those that lost most."""
+        found = [
+            (session.key, taken)
+            for session in self._sessions.values()
+            if (taken := sum(context.taken for context in session.contexts))
+        ]
+        return sorted(found, key=lambda entry: -entry[1])[:most]
 
     def tick(self, now: float) -> None:
         """Time passed: wishes end, contexts nobody was heard of from are forgotten."""

@@ -37,6 +37,8 @@ from kvpilot.engine.wire import dump
 log = logging.getLogger("vllm.kvpilot")
 
 TICK_S = 2.0
+MAX_DISPLACED = 100
+"""So many of the sessions that lost blocks to others are told, those that lost most."""
 DUE_S = 10.0
 """For so long a session that somebody has prefetched counts as about to return."""
 
@@ -379,6 +381,11 @@ class Inside:
             "requests": {"running": running, "waiting": waiting},
             "sessions": len(self.book),
             "claims": self.book.claims,
+            "taken": self.book.taken,
+            "displaced": [
+                {"salt": key[0], "session": key[1], "blocks": blocks}
+                for key, blocks in self.book.displaced(MAX_DISPLACED)
+            ],
             "prefetch": {
                 "busy": self.loader.busy,
                 "slices": self.loader.slices,

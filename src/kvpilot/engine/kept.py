@@ -133,6 +133,13 @@ class Kept(Generic[B]):
 
     def _drain(self, number: int, ranking: Ranking, count: int, taken: list[B]) -> bool:
         """Take blocks filed under a context; whether there are enough now."""
+        before = len(taken)
+        enough = self._take(number, ranking, count, taken)
+        if len(taken) > before:
+            self._book.gave(number, len(taken) - before)
+        return enough
+
+    def _take(self, number: int, ranking: Ranking, count: int, taken: list[B]) -> bool:
         pile = self._piles[number]
         pile.put_in_order()
         claimed, homes, blocks = self._claimed, self.homes, pile.blocks
