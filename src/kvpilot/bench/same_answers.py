@@ -68,7 +68,7 @@ def script(requests: int, seed: int, vocabulary: int = 40_000) -> list[Asked]:
         context = contexts.setdefault(name, [*system, *more(dice.randrange(150, 300))])
         roll = dice.random()
         if len(context) > LONGEST - 150 or roll < 0.1:
-            del context[dice.randrange(64, len(context)) :]
+            del context[dice.randrange(64, LONGEST - 150) :]
         context += more(dice.randrange(20, 140))
         chosen = [(dice.choice(_KINDS), f"s{dice.randrange(SESSIONS)}") for _ in range(dice.randrange(3))]
         preempt = number % PREEMPTED_EVERY == PREEMPTED_EVERY - 1
