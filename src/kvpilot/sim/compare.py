@@ -262,12 +262,13 @@ def _cell(row: Row | None) -> str:
     return f"{row.hit_rate:.3f} ({gap})"
 
 
-def numbers(text: str, option: str) -> list[float]:
-    """Positive numbers with commas between them. Raises ValueError with a line that says what to do."""
+def numbers(text: str, option: str, zero: bool = False) -> list[float]:
+    """Numbers above 0 (``zero``: or 0) with commas between them. Raises ValueError with a line that says what to do."""
     try:
         values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         values = []
-    if not values or not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"{option} {text}: give numbers above 0 with commas between them")
+    if not values or not all(math.isfinite(v) and (v > 0 or (zero and v == 0)) for v in values):
+        which = "0 or more" if zero else "above 0"
+        raise ValueError(f"{option} {text}: give numbers {which} with commas between them")
     return values

@@ -14,6 +14,7 @@ class Store(msgspec.Struct, frozen=True):
     size: float
     read_bytes_per_s: float
     latency_s: float
+    price_per_gb: float = 0.0
 
 
 class Hardware(msgspec.Struct, frozen=True):
@@ -27,12 +28,20 @@ class Hardware(msgspec.Struct, frozen=True):
     decode_token_s: float
     stores: tuple[Store, ...]
     """From fast to slow; each is reached through those before it."""
+    price_per_gb: float = 0.0
+    """Of the device's memory: that of devices by what they have of it. All prices in one currency."""
+
+    @property
+    def prices(self) -> dict[Tier, float]:
+        """Per GB, by tier, fast to slow."""
+        return {Tier.DEVICE: self.price_per_gb} | {store.tier: store.price_per_gb for store in self.stores}
 
     def prefill_s(self, new: int, behind: int) -> float:
         """Seconds of computing ``new`` tokens behind ``behind`` whose KV is there."""
         return self.base_s + new * (self.token_s + self.pair_s * (behind + new / 2))
 
 
+# Prices are rough, in US dollars: an H100 of 80 GB for 30,000, a 910B of 64 GB for 15,000, 5 a GB of DRAM, 0.1 of NVMe.
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -46,9 +55,10 @@ PROFILES = {
             token_s=3.5e-5,
             pair_s=6.5e-10,
             decode_token_s=0.015,
+            price_per_gb=375.0,
             stores=(
-                Store(Tier.HOST, size=3.0, read_bytes_per_s=200e9, latency_s=0.001),
-                Store(Tier.DISK, size=30.0, read_bytes_per_s=24e9, latency_s=0.002),
+                Store(Tier.HOST, size=3.0, read_bytes_per_s=200e9, latency_s=0.001, price_per_gb=5.0),
+                Store(Tier.DISK, size=30.0, read_bytes_per_s=24e9, latency_s=0.002, price_per_gb=0.1),
             ),
         ),
         # Eight Ascend 910B of 64 GB, the same model with 16-bit weights, 1.3e15 FLOP/s in use; about 320 GB are left
@@ -60,9 +70,10 @@ PROFILES = {
             token_s=1.1e-4,
             pair_s=2e-9,
             decode_token_s=0.025,
+            price_per_gb=235.0,
             stores=(
-                Store(Tier.HOST, size=4.5, read_bytes_per_s=100e9, latency_s=0.001),
-                Store(Tier.DISK, size=45.0, read_bytes_per_s=12e9, latency_s=0.002),
+                Store(Tier.HOST, size=4.5, read_bytes_per_s=100e9, latency_s=0.001, price_per_gb=5.0),
+                Store(Tier.DISK, size=45.0, read_bytes_per_s=12e9, latency_s=0.002, price_per_gb=0.1),
             ),
         ),
         # Two CPU cores, m16k, from `kvpilot bench tiers` at 15,360 tokens: recompute 24.6 s, device hit with 32 new
@@ -74,9 +85,10 @@ PROFILES = {
             token_s=5.3e-4,
             pair_s=1.39e-7,
             decode_token_s=0.05,
+            price_per_gb=5.0,
             stores=(
-                Store(Tier.HOST, size=2.0, read_bytes_per_s=0.8e9, latency_s=0.01),
-                Store(Tier.DISK, size=8.0, read_bytes_per_s=0.28e9, latency_s=0.02),
+                Store(Tier.HOST, size=2.0, read_bytes_per_s=0.8e9, latency_s=0.01, price_per_gb=5.0),
+                Store(Tier.DISK, size=8.0, read_bytes_per_s=0.28e9, latency_s=0.02, price_per_gb=0.1),
             ),
         ),
         # The same cores, m4x256, measured from 1K to 33K tokens: recompute 4K in 0.86 s, 8K 2.5 s, 15K 7.0 s; device
@@ -88,9 +100,10 @@ PROFILES = {
             token_s=1.05e-4,
             pair_s=4.5e-8,
             decode_token_s=0.025,
+            price_per_gb=5.0,
             stores=(
-                Store(Tier.HOST, size=2.0, read_bytes_per_s=0.4e9, latency_s=0.01),
-                Store(Tier.DISK, size=8.0, read_bytes_per_s=0.3e9, latency_s=0.02),
+                Store(Tier.HOST, size=2.0, read_bytes_per_s=0.4e9, latency_s=0.01, price_per_gb=5.0),
+                Store(Tier.DISK, size=8.0, read_bytes_per_s=0.3e9, latency_s=0.02, price_per_gb=0.1),
             ),
         ),
     )

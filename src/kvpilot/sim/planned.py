@@ -1,8 +1,8 @@
 """Several tiers as kvpilot runs them: forecasts say what each conversation is worth, :mod:`kvpilot.plan` what to move.
 
 * Device and host memory keep what is worth most; both take what is computed, as the engine and the cache layer do.
-* What a conversation is worth in a tier looks no further ahead than the link from below needs to bring a part of the
-  tier: room is not held for who returns in a minute where bringing it back takes milliseconds.
+* In the device what a conversation is worth looks no further ahead than its link needs to bring a part of it: room is
+  not held for who returns in a minute where bringing it back takes milliseconds. Disks are too slow for that.
 * Between requests what lies below and is worth more than what lies above is loaded, most worth first. A link serves
   requests before prefetches; a prefetch that is not in the next plan is given up, what it brought stays.
 * Disk is written when host memory gives something up, or had no room for it, and only what is forecast to be used
@@ -36,8 +36,7 @@ from kvpilot.sim.workload import Ints as NodeInts
 FIRST_TICK_S, LAST_TICK_S = 0.1, 1.0
 """What plans made for time alone are apart at least, when something has just happened, and in between."""
 TURNED = 1 / 3
-"""Worths look ahead for as long as the link into a tier takes to turn over so much of it: what is needed later can be
-loaded later."""
+"""In the device worths look ahead for as long as its link takes to turn over so much of it."""
 
 
 def run_planned(
@@ -118,14 +117,12 @@ class PlannedNode(Node):
         brains: list[Kvpilot] = []
         tiers = capacities(hardware, device_chunks)
         chunk_bytes = scenario.workload.chunk_tokens * hardware.bytes_per_token
-        horizons = [
-            TURNED * chunks * chunk_bytes / store.read_bytes_per_s
-            for chunks, store in zip(tiers.values(), hardware.stores, strict=False)
-        ]
+        horizon = TURNED * device_chunks * chunk_bytes / hardware.stores[0].read_bytes_per_s
+        horizons = (horizon, *[math.inf] * len(hardware.stores))
 
         def make(run: Run, tier: Tier) -> ContextPolicy:
             if not brains:
-                brains.append(Kvpilot(run, knowing((*horizons, math.inf))))
+                brains.append(Kvpilot(run, knowing(horizons)))
                 return brains[0]
             return _Ranked(run, brains[0], list(tiers).index(tier))
 
