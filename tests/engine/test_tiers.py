@@ -52,6 +52,10 @@ def test_the_tiers_go_on_when_kvpilot_turns_itself_off(seen: dict[str, Any]) -> 
     assert seen["turned_off"] == {"cached": WHOLE}
 
 
+def test_no_memory_is_left_behind_however_the_engine_ends(seen: dict[str, Any]) -> None:
+    assert seen["region"] == {"bytes": 200 * 64 * 4096, "named": False}
+
+
 def test_an_error_of_kvpilots_leaves_the_tiers_to_vllm(seen: dict[str, Any]) -> None:
     assert seen["errors_inside"] == {"cached": [WHOLE, WHOLE], "order": "recency"}
 

@@ -222,10 +222,12 @@ def malformed_environment(model: str) -> dict[str, Any]:
 
 def main(model: str) -> None:
     engine = Tiered(model, 200)
-    seen = {
+    seen: dict[str, Any] = {
         scene.__name__: scene(engine)
         for scene in (read_back, prefetched, evicted, what_a_session_ends_with_is_not_stored, turned_off)
     }
+    region = engine.tiers.primary_tier._mmap_region
+    seen["region"] = {"bytes": region.total_size_bytes, "named": Path(region.mmap_path).exists()}
     engine.close()
     seen["pressure"] = pressure(model)
     seen["pressure_stock"] = pressure(model, **STOCK)

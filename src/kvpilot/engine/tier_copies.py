@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class CpuPlatformWorker(OffloadingWorker):
         self._thread.shutdown(wait=True)
         self._device.clear()
         self._host.clear()
+        # Its name is gone already, as soon as the scheduler has mapped it.
+        self._region._creator = self._region._creator and Path(self._region.mmap_path).exists()
         self._region.cleanup()
 
     def _submit(self, job_id: int, blocks: GPULoadStoreSpec, chunks: Any, *, store: bool) -> bool:

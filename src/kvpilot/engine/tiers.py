@@ -8,10 +8,12 @@ around it, it is vLLM's tiering with LRU.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -249,10 +251,19 @@ class KvpilotTieringSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             stock = super().get_manager()
+            self._unname_region()
             groups = [group.group_id for group in self.config.groups]
             tokens = self.num_chunks // len(groups) * self.blocks_per_chunk * min(self.tokens_per_block)
             self._manager = SessionTiers(stock.primary_tier, stock.secondary_tiers, groups, tokens)
         return self._manager
+
+    def _unname_region(self) -> None:
+        """All workers have mapped it by now, as vLLM makes the scheduler after their caches: without a name its
+        memory comes back however the engine ends."""
+        region = self._scheduler_mmap
+        if region is not None and not region._creator:
+            with contextlib.suppress(OSError):
+                Path(region.mmap_path).unlink()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not current_platform.is_cpu():
