@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from in_process import CONTEXT, Engine, prompt
 
 CHUNK = 64 * 4096
 """Bytes of a block of m4x256."""
+PATIENCE_S = 60.0
 STOCK = {
     "eviction_policy": "lru",
     "cache_policy_module_path": None,
@@ -50,7 +52,8 @@ class Tiered(Engine):
 
     def settle(self) -> None:
         """Until all copies have been made."""
-        for _ in range(10_000):
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends:
             if not self.scheduler.has_requests() and not self.scheduler.connector.has_pending_push_work():
                 return
             self.llm.llm_engine.engine_core.engine_core.step()
@@ -65,7 +68,8 @@ class Tiered(Engine):
         """A command that takes its time."""
         answers: list[bytes] = []
         self.scheduler.kvpilot.execute(json.dumps(command).encode(), answers.append)
-        for _ in range(10_000):
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends:
             if answers:
                 return json.loads(answers[0])
             self.llm.llm_engine.engine_core.engine_core.step()
@@ -185,8 +189,10 @@ def disk(model: str, folder: str) -> dict[str, Any]:
     engine.empty_pool(dram=True)
     seen["prefetch"] = engine.later(kind="prefetch", session="small")
     seen["small"] = engine.ask("small", "small", tokens=600)
+    engine.tiers._disks[0]._remover.submit(
+        time.sleep, 0.5
+    )  # Its files are deleted later than it is asked for.
     seen["evict"] = engine.command(kind="evict", session="small")
-    engine.settle()
     seen["evicted"] = engine.ask("small", tokens=600)
     engine.close()
     return seen

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
@@ -33,6 +33,8 @@ class SessionDisk(FileSystemTierManager):
         self._users: Counter[Key] = Counter()
         self._under_way: dict[int, TransferJob] = {}
         self._refused: list[JobResult] = []
+        self._going: set[Key] = set()
+        """Given up, but not yet deleted."""
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="kvpilot-disk")
         for key in self._found():
             self.order.put(key, None, evictable=True)
@@ -48,6 +50,9 @@ class SessionDisk(FileSystemTierManager):
 
     # ------------------------------------------------------------ what vLLM asks
 
+    def lookup(self, key: Key, req_context: ReqContext) -> LookupResult:
+        return LookupResult.MISS if key in self._going else super().lookup(key, req_context)
+
     def submit_store(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         if not self._make_room(sum(key not in self.order for key in keys), keys):
@@ -59,6 +64,7 @@ class SessionDisk(FileSystemTierManager):
                 self.order.remove(key)
             length = job_metadata.req_context.get_offload_key_position(key) or 0
             self.order.put(key, None, length=length)
+            self._going.discard(key)
         self._begin(job_metadata, keys)
         super().submit_store(job_metadata)
 
@@ -108,6 +114,7 @@ class SessionDisk(FileSystemTierManager):
 
     def _delete(self, keys: list[Key]) -> None:
         if keys:
+            self._going.update(keys)
             self._lookup_manager.mark_miss(keys)
             self._remover.submit(self._unlink, keys)
 
@@ -116,6 +123,7 @@ class SessionDisk(FileSystemTierManager):
             if key not in self.order:  # Not stored again meanwhile.
                 with contextlib.suppress(OSError):
                     Path(self.file_mapper.get_file_name(key)).unlink()
+            self._going.discard(key)
 
     def _found(self) -> list[Key]:
         """What lies in the folder already, oldest first."""
