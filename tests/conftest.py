@@ -40,7 +40,7 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     config = with_free_ports(load_config(environ={})).with_overrides(
         coordinator={"record": str(folder / "traffic")},
         engine={"max_model_len": 8192, "dev": True},
-        lmcache={"host_gb": 1.5, "disk_gb": 2.0},
+        lmcache={"host_gb": 3.0, "disk_gb": 5.0},
         state={"dir": str(folder)},
     )
     try:

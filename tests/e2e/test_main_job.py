@@ -33,7 +33,10 @@ def tag() -> str:
 
 
 def stored(stack: Endpoints, chunks: list[str]) -> None:
-    eventually(lambda: all(tiers == {"l1", "l2"} for tiers in directory(stack, chunks)))
+    try:
+        eventually(lambda: all(tiers == {"l1", "l2"} for tiers in directory(stack, chunks)))
+    except AssertionError:
+        raise AssertionError(f"in {directory(stack, chunks)}") from None
 
 
 def manage(stack: Endpoints, session: str, edit: Message, messages: list[Message]) -> Message:
