@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvpilot.domain import RequestFinished
-from kvpilot.gateway.asgi import body_chunks
+from kvpilot.gateway.asgi import Body
 from tests.gateway.conftest import Rig, StartRig
 
 CHAT = "/v1/chat/completions"
@@ -59,7 +59,7 @@ async def test_a_length_that_is_no_number_leaves_the_body_to_be_measured(length:
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b"{}"}
 
-    assert [chunk async for chunk in body_chunks(receive, length, 1)] == [b"{}"]
+    assert await Body(receive, length, 1).whole() == b"{}"
 
 
 async def test_too_many_at_once_are_sent_away_and_told_when_to_return(start: StartRig) -> None:

@@ -14,13 +14,13 @@ from kvpilot.context.chunks import ChunkHasher
 from kvpilot.gateway.api_exchange import READERS, ApiExchange, relay_refusal
 from kvpilot.gateway.asgi import (
     JSON,
+    Body,
     ClientGone,
     Message,
     Receive,
     Scope,
     Send,
     WhileConnected,
-    body_chunks,
     respond,
     respond_error,
 )
@@ -150,7 +150,7 @@ class Gateway:
             raise unauthorized() from None
 
     async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
-        raw = b"".join([chunk async for chunk in self._body(call, receive)])
+        raw = await self._body(call, receive).whole()
         began = time.perf_counter()
         ask = self._tools.questions.allowed() if call.path in WITH_IDS else ()
         request = prepare(raw, call.headers, tenant, ask=ask, plugin=self._config.engine.plugin)
@@ -186,7 +186,7 @@ class Gateway:
 
     async def _count_tokens(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         """Tokens of a Messages request, as it would be after its context edits."""
-        raw = b"".join([chunk async for chunk in self._body(call, receive)])
+        raw = await self._body(call, receive).whole()
         request = prepare(raw, call.headers, tenant, ask=())
         async with WhileConnected(receive) as connection:
             connection.watch()
@@ -208,7 +208,7 @@ class Gateway:
         async with WhileConnected(receive) as connection:
             if tenant != DEFAULT_TENANT and call.has_body and call.method not in _BODILESS:
                 # Whatever the body claims to be: what reaches the engine unsalted shares KV with everybody.
-                raw = b"".join([chunk async for chunk in self._body(call, receive)])
+                raw = await self._body(call, receive).whole()
                 body = salted(raw, tenant) if raw else raw
                 headers = [(name, value) for name, value in headers if name != b"content-length"]
                 connection.watch()
@@ -221,8 +221,8 @@ class Gateway:
         if connection.gone:
             raise ClientGone
 
-    def _body(self, call: Call, receive: Receive) -> AsyncIterable[bytes]:
-        return body_chunks(receive, call.headers.get("content-length"), self._config.gateway.max_body_mb)
+    def _body(self, call: Call, receive: Receive) -> Body:
+        return Body(receive, call.headers.get("content-length"), self._config.gateway.max_body_mb)
 
 
 async def _then_watch(body: AsyncIterable[bytes], connection: WhileConnected) -> AsyncIterator[bytes]:

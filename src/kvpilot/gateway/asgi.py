@@ -38,24 +38,46 @@ async def respond_error(send: Send, error: GatewayError, *, anthropic: bool = Fa
     await respond(send, error.status, (JSON, *error.headers), body)
 
 
-async def body_chunks(receive: Receive, length: str | None, limit_mb: int) -> AsyncIterator[bytes]:
-    """The request's body as it arrives. Raises GatewayError 413 beyond the limit, ClientGone."""
-    limit = limit_mb * 1024 * 1024
-    if length is not None and _DECIMAL.fullmatch(length) and int(length) > limit:
-        raise too_large(limit_mb)
-    size = 0
-    while True:
-        message = await receive()
+class Body:
+    """A request's body. Reading it raises GatewayError 413 beyond the limit, ClientGone."""
+
+    def __init__(self, receive: Receive, length: str | None, limit_mb: int) -> None:
+        self._receive = receive
+        self._length = length
+        self._limit_mb = limit_mb
+
+    async def whole(self) -> bytes:
+        chunk, more = await self._next(0)
+        if not more:
+            return chunk  # as most bodies come
+        chunks, size = [chunk], len(chunk)
+        while more:
+            chunk, more = await self._next(size)
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """As it arrives."""
+        size, more = 0, True
+        while more:
+            chunk, more = await self._next(size)
+            size += len(chunk)
+            if chunk:
+                yield chunk
+
+    async def _next(self, size: int) -> tuple[bytes, bool]:
+        """The chunk behind the first ``size`` bytes, and whether there is more."""
+        limit, length = self._limit_mb * 1024 * 1024, self._length
+        if not size and length is not None and _DECIMAL.fullmatch(length) and int(length) > limit:
+            raise too_large(self._limit_mb)
+        message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise too_large(limit_mb)
-        if chunk:
-            yield chunk
-        if not message.get("more_body", False):
-            return
+        if size + len(chunk) > limit:
+            raise too_large(self._limit_mb)
+        return chunk, message.get("more_body", False)
 
 
 class WhileConnected:

@@ -160,15 +160,17 @@ class Exchange:
         self._facts = reader.facts
         headers = [*reply_headers(reply.headers, keep_length=False), *self._own_headers()]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        out = b""
         try:
             async for data in reply.chunks():
                 out = reader.feed(data)
                 if reader.has_output:
                     self._output_seen()
-                if out:
+                if out and not reply.ended:
                     await send({"type": "http.response.body", "body": out, "more_body": True})
+                    out = b""
             connection.release()
-            await send({"type": "http.response.body", "body": reader.close()})
+            await send({"type": "http.response.body", "body": out + reader.close()})
         finally:
             self._finish_reading(reader)
 

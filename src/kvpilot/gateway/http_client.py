@@ -179,8 +179,12 @@ class Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
+    def read_out(self) -> bool:
+        return self.complete and not self._chunks
+
+    @property
     def reusable(self) -> bool:
-        return self.complete and self._keep_alive and not self.closed and not self._chunks
+        return self.read_out and self._keep_alive and not self.closed
 
     def close(self) -> None:
         """Drop the connection; the server sees that nobody waits any more."""
@@ -255,6 +259,11 @@ class Response:
         self.headers = connection.headers
         self.chunks = connection.chunks
         self.read = connection.read
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of the body has been read."""
+        return self._connection.read_out
 
     async def __aenter__(self) -> Response:
         return self

@@ -242,17 +242,20 @@ class StreamReader:
             end = start
         *events, rest = data[end:].split(b"\n\n")
         for event in events:
-            self._event(event + b"\n\n", out)
+            self._event(event + b"\n\n", out, usual=finished < 0)
         if rest:
             self._splitter.feed(rest)
 
-    def _event(self, event: bytes, out: list[bytes]) -> None:
-        """Read one event and add to ``out`` what goes on now."""
-        if self._usual_chunks(event, out):
+    def _event(self, event: bytes, out: list[bytes], *, usual: bool = True) -> None:
+        """Read one event and add to ``out`` what goes on now. Not ``usual``: it hardly is a chunk as most are."""
+        if usual and self._usual_chunks(event, out):
+            return
+        if event == _DONE:
+            out += (self._release(), event)
             return
         event, spans, read = self._read(event)
         if read is None:
-            # [DONE], errors, comments (those may overtake), and anything else that is not a chunk.
+            # Errors, comments (those may overtake), and anything else that is not a chunk.
             out += (self._release(), event) if spans else (event,)
             return
         reply = read.reply

@@ -27,6 +27,11 @@ class UpstreamReply:
         self.read = response.read
 
     @property
+    def ended(self) -> bool:
+        """Whether all of the body has been read."""
+        return self._response.ended
+
+    @property
     def is_stream(self) -> bool:
         return self._header(b"content-type").startswith(b"text/event-stream")
 
