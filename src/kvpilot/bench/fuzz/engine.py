@@ -60,6 +60,7 @@ class AcceptingEngine(Upstream):
 class _Reply(UpstreamReply):
     def __init__(self, given: Answer) -> None:
         self._text = given.text
+        self._read_to = 0
         self.status = 200
         self.headers = [(b"content-type", given.kind)]
         self.chunks = self._chunks
@@ -69,7 +70,12 @@ class _Reply(UpstreamReply):
         """Cut where it cannot be convenient: a network does not keep events whole."""
         size = (3000, 300, 64 * 1024)[len(self._text) % 3]
         for start in range(0, len(self._text), size):
+            self._read_to = start + size
             yield self._text[start : start + size]
+
+    @property
+    def ended(self) -> bool:
+        return self._read_to >= len(self._text)
 
     async def _read(self) -> bytes:
         return self._text
