@@ -35,7 +35,7 @@ class Tenants:
             key = headers.get("x-api-key", "")
         tenant = self._keys.get(key.strip())
         if tenant is None:
-            raise UnknownKey
+            raise UnknownKey("unknown or missing API key")
         return tenant
 
 

@@ -260,8 +260,8 @@ class Seed:
         if self._tenants.named:
             try:
                 return self._tenants.identify(request.headers)
-            except UnknownKey:
-                raise Refusal(401, "unknown or missing API key") from None
+            except UnknownKey as error:
+                raise Refusal(401, str(error)) from None
         if not has_token(request.headers, self._token):
             raise Refusal(401, "send Authorization: Bearer with the coordinator's token")
         return DEFAULT_TENANT

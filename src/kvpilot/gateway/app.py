@@ -146,8 +146,8 @@ class Gateway:
     def _tenant(self, call: Call) -> str:
         try:
             return self._tenants.identify(call.headers)
-        except UnknownKey:
-            raise unauthorized() from None
+        except UnknownKey as error:
+            raise unauthorized(str(error)) from None
 
     async def _inference(self, call: Call, tenant: str, receive: Receive, send: Send) -> None:
         raw = await self._body(call, receive).whole()

@@ -72,9 +72,9 @@ def too_busy(limit: int) -> GatewayError:
     return GatewayError(503, "overloaded_error", message, ((b"retry-after", b"1"),))
 
 
-def unauthorized() -> GatewayError:
+def unauthorized(message: str) -> GatewayError:
     headers = ((b"www-authenticate", b"Bearer"),)
-    return GatewayError(401, "authentication_error", "unknown or missing API key", headers)
+    return GatewayError(401, "authentication_error", message, headers)
 
 
 def not_an_object() -> GatewayError:
