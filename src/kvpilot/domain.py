@@ -136,7 +136,7 @@ class RequestStarted(Struct, frozen=True):
     salt: str
     session: SessionRef
     path: str
-    body: bytes
+    body: bytes = b""
     retention: Retention | None = None
 
 

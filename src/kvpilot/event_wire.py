@@ -1,8 +1,8 @@
 """Events on a Unix stream socket: the end that sends them and the end that takes them.
 
 A connection begins with memory that both ends share (``event_ring``). Long frames are put there, and a note of where
-goes through the socket; frames for which it has no room go through the socket themselves. The receiver tells how many
-notes it is done with.
+goes through the socket; frames for which it has no room go through the socket themselves. What comes close together
+goes at once: every write wakes the other end. The receiver tells how many notes it is done with.
 
 On the wire, all numbers of four bytes, big-endian: length and frame; or length with the highest bit set, and where
 the frame lies in the memory. Back: how many frames in the memory were taken.
@@ -25,6 +25,8 @@ _NOTE = struct.Struct(">II")
 _IN_MEMORY = 1 << 31
 _LONG = 16 * 1024
 """Bytes of a frame from which on it goes through the memory."""
+_TOGETHER_S = 0.004
+"""Seconds after a writing in which what comes waits, to travel together."""
 _SEND_BUFFER = 1024 * 1024
 """Bytes asked of the kernel, so that a whole long request fits; it may give less."""
 _READ_BUFFER = 1024 * 1024
@@ -34,17 +36,22 @@ MAX_FRAME = 1024 * 1024 * 1024
 
 class EventSender(asyncio.Protocol):
     """One connection to the coordinator. ``on_ready`` is called when it can take frames again, ``on_lost`` when it ends
-    with a frame that had not left the process whole. What the kernel or the shared memory had and the coordinator had
-    not is lost with the connection and not told: nobody knows of it.
+    with frames that had not left the process whole, and how many. What the kernel had and the coordinator had not is
+    lost with the connection and not told: nobody knows of it.
     """
 
-    def __init__(self, on_ready: Callable[[], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, on_ready: Callable[[], None], on_lost: Callable[[int], None]) -> None:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._paused = False
-        self._under_way = False
-        """The transport has a frame, or a part of one, that the kernel has not."""
+        self._waiting: list[bytes] = []
+        """What goes through the socket next, for ``_frames`` frames."""
+        self._frames = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._written_at = 0.0
+        self._under_way = 0
+        """Frames of the last writing, of which the transport has what the kernel has not."""
 
     async def connect(self, path: Path) -> None:
         """Raises OSError where nobody listens."""
@@ -61,6 +68,7 @@ class EventSender(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._loop = asyncio.get_running_loop()
         self._room = Room(len(self._memory))
         self._answer = b""
         # A frame is handed over when the one before has left the process: what waits, waits where it is counted.
@@ -81,15 +89,17 @@ class EventSender(asyncio.Protocol):
         self._paused = True
 
     def resume_writing(self) -> None:
-        self._paused = self._under_way = False
+        self._paused, self._under_way = False, 0
         self._on_ready()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        lost, self._paused, self._under_way = self._under_way, False, False
+        lost = self._under_way + self._frames
+        self._paused, self._under_way, self._frames = False, 0, 0
+        self._waiting.clear()
         self._transport = None
         self._memory.close()
         if lost:
-            self._on_lost()
+            self._on_lost(lost)
 
     @property
     def ready(self) -> bool:
@@ -100,21 +110,40 @@ class EventSender(asyncio.Protocol):
     def connected(self) -> bool:
         return self._transport is not None
 
-    def send(self, frame: bytes | bytearray) -> None:
-        """``frame`` may be changed afterwards."""
-        assert self._transport is not None
-        length = len(frame)
+    def send(self, frame: bytes, rest: bytes = b"") -> None:
+        """A frame, of which a long part may come apart."""
+        length = len(frame) + len(rest)
         place = self._room.take(length) if length >= _LONG else None
         if place is not None:
-            self._memory[place : place + length] = frame
-            self._transport.write(_NOTE.pack(_IN_MEMORY | length, place))
+            middle = place + len(frame)
+            self._memory[place:middle] = frame
+            self._memory[middle : place + length] = rest
+            self._waiting.append(_NOTE.pack(_IN_MEMORY | length, place))
         else:
-            self._transport.writelines((_NUMBER.pack(length), bytes(frame)))
+            self._waiting += (_NUMBER.pack(length), frame, rest)
+        self._frames += 1
+        if self._timer is None and self._loop.time() < self._written_at + _TOGETHER_S:
+            self._timer = self._loop.call_at(self._written_at + _TOGETHER_S, self.flush)
+        # A long frame in the socket is counted as waiting until the kernel takes it, and so is what comes then.
+        if self._timer is None or (place is None and length >= _LONG):
+            self.flush()
+
+    def flush(self) -> None:
+        """What waits goes now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._transport is None or not self._frames:
+            return
+        self._written_at = self._loop.time()
+        self._transport.writelines(self._waiting)
+        frames, self._waiting, self._frames = self._frames, [], 0
         # A transport that is closing now was not before: it could not write.
-        self._under_way = self._paused or self._transport.is_closing()
+        self._under_way = frames if self._paused or self._transport.is_closing() else 0
 
     def close(self) -> None:
         if self._transport is not None:
+            self.flush()
             self._transport.close()
 
 

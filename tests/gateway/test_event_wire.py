@@ -7,7 +7,7 @@ import mmap
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, socket
 from typing import cast
@@ -17,14 +17,26 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from kvpilot.domain import (
+    Event,
+    PromptKnown,
+    RequestFinished,
+    RequestStarted,
+    Retention,
+    SessionRef,
+    Signal,
+    SignalKind,
+)
 from kvpilot.event_ring import Room, share
 from kvpilot.event_wire import EventReceiver, EventSender, _FrameReader
+from kvpilot.link import event_decoder, event_frame
 
 SIZES = [1, 5, 70_000, 3, 400_000, 1, 20_000_000, 2]
 
 
-def nothing() -> None: ...
+def nothing(*_: object) -> None: ...
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -130,7 +142,7 @@ def test_places_in_use_never_overlap(steps: list[int]) -> None:
 def test_more_than_the_memory_holds_arrives_in_order(
     tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """Far more long frames than fit at a time, in one buffer that is used again, small ones among them."""
+    """Far more long frames than fit at a time, small ones among them, each in two parts."""
 
     async def send() -> None:
         sums: list[int] = []
@@ -138,13 +150,12 @@ def test_more_than_the_memory_holds_arrives_in_order(
         await receiver.start()
         sender = EventSender(nothing, nothing)
         await sender.connect(tmp_path / "events")
-        frame = bytearray()
         sent = []
         for number in range(200):
-            frame[:] = number.to_bytes(4, "big") * (50_000 if number % 3 else 20)
+            frame = number.to_bytes(4, "big") * (50_000 if number % 3 else 20)
             sent.append(zlib.crc32(frame))
             await until(lambda: sender.ready)
-            sender.send(frame)
+            sender.send(frame[:100], frame[100:])
         await until(lambda: len(sums) == len(sent))
         assert sums == sent
         sender.close()
@@ -225,23 +236,74 @@ def test_a_frame_that_is_cut_off_is_told(
 ) -> None:
     """A large one is half written when the other end goes, a small one finds it gone."""
 
-    async def cut_off() -> tuple[int, bool]:
+    async def cut_off() -> int:
         with socket(AF_UNIX, SOCK_STREAM) as listener:
             listener.bind(str(tmp_path / "events"))
             listener.listen()
-            lost = count()
-            sender = EventSender(nothing, lambda: next(lost))
+            lost: list[int] = []
+            sender = EventSender(nothing, lost.append)
             await sender.connect(tmp_path / "events")
             other, _ = listener.accept()
             if size > 10:
                 sender.send(bytes(size))
+                assert not sender.ready
                 other.close()
             else:
                 other.close()
                 sender.send(bytes(size))
-            ready = sender.ready
             await until(lambda: not sender.connected)
-            return next(lost), ready
+            return sum(lost)
 
     with asyncio.Runner(loop_factory=loop) as runner:
-        assert runner.run(cut_off()) == (1, False)
+        assert runner.run(cut_off()) == 1
+
+
+async def test_what_comes_close_together_wakes_the_other_end_once_more(tmp_path: Path) -> None:
+    taken: list[bytes] = []
+    receiver = EventReceiver(tmp_path / "events", lambda frame: taken.append(bytes(frame)))
+    await receiver.start()
+    sender = EventSender(nothing, nothing)
+    await sender.connect(tmp_path / "events")
+    frames = [bytes([number]) * (10 if number % 2 else 50_000) for number in range(10)]
+    with patch.object(
+        _FrameReader, "buffer_updated", autospec=True, side_effect=_FrameReader.buffer_updated
+    ) as woken:
+        for frame in frames:
+            sender.send(frame)
+        await until(lambda: len(taken) == len(frames))
+    assert taken == frames
+    assert woken.call_count == 2
+    sender.close()
+    receiver.stop()
+
+
+async def test_what_waits_is_told_when_the_other_end_goes(tmp_path: Path) -> None:
+    lost: list[int] = []
+    with socket(AF_UNIX, SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "events"))
+        listener.listen()
+        sender = EventSender(nothing, lost.append)
+        await sender.connect(tmp_path / "events")
+        for _ in range(3):
+            sender.send(b"hello")
+        other, _ = listener.accept()
+        other.close()
+        await until(lambda: not sender.connected)
+    assert lost == [2]
+
+
+@given(
+    st.integers(0, 40_000),
+    st.sampled_from([
+        RequestStarted("r", 1.5, "t", "s", SessionRef(id="a"), "/v1/x", retention=Retention(ttl_s=3.0)),
+        PromptKnown("r", 1.5),
+        RequestFinished("r", 1.5, 200, 1.0, b"", b"[1]", "stop", b"{}", 3, 2, 1, True),
+        Signal(1.5, "t", SessionRef(id="a"), SignalKind.END),
+    ]),
+)  # fmt: skip
+def test_an_event_in_two_pieces_is_the_event(size: int, event: Event) -> None:
+    fields = {"body", "prompt_ids"} & set(event.__struct_fields__)
+    event = replace(event, **dict.fromkeys(fields, bytes(size)))
+    head, rest = event_frame(event)
+    assert event_decoder.decode(head + rest) == event
+    assert bool(rest) == (bool(fields) and size >= 16 * 1024)

@@ -15,15 +15,17 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from kvpilot.config import Config, parse_config
 from kvpilot.gateway.app import Gateway
-from kvpilot.gateway.protocol import CorkedHttpProtocol
+from kvpilot.gateway.protocol import ServerConnection
 
 GRACE_S = 5
+READ_BYTES = 256 * 1024
 
 
 class Server(uvicorn.Server):
@@ -41,7 +43,7 @@ def serve(config: Config, listener: socket.socket | None = None) -> None:
     listener = listener or bind(config.gateway.host, config.gateway.port)
     settings = uvicorn.Config(
         Gateway(config),
-        http=CorkedHttpProtocol,
+        http=partial(ServerConnection, memoryview(bytearray(READ_BYTES))),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="on",

@@ -177,7 +177,7 @@ class Gateway:
         if call.path != MESSAGES or not request.hints.edits:
             return ApiExchange(self._tools, call, request, raw, tenant, READERS[call.path]())
         edited = await self._edit(call, request)
-        request = replace(request, body=edited.body)
+        request = replace(request, pieces=(edited.body,))
         return ApiExchange(self._tools, call, request, edited.body, tenant, MessagesReader(edited.report()))
 
     async def _edit(self, call: Call, request: Prepared) -> Edited:

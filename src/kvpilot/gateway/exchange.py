@@ -141,7 +141,7 @@ class Exchange:
         if session.id is not None and session.source != "headers":
             replace[b"x-session-id"] = header_text(session.id)
         headers = self._tools.upstream.authorize(request_headers(self._call.raw_headers, replace))
-        return await self._tools.upstream.send(self._call.method, self._call.target, headers, request.body)
+        return await self._tools.upstream.send(self._call.method, self._call.target, headers, request.pieces)
 
     async def _relay_whole(self, reply: UpstreamReply, send: Send, connection: WhileConnected) -> None:
         text = await reply.read()

@@ -17,10 +17,14 @@ from urllib.parse import urlsplit
 import httptools
 
 Headers = list[tuple[bytes, bytes]]
+Body = bytes | tuple[bytes | memoryview, ...] | AsyncIterable[bytes] | None
+"""As one, in pieces that are sent together, or as it comes."""
 
 _IDLE_S = 4.0
 """vLLM closes idle connections after 5 s; ours are not used any more before that."""
 _MAX_IDLE = 256
+_READ = 256 * 1024
+"""Bytes read at once."""
 _BUFFER = 1024 * 1024
 """Bytes of a reply's body buffered before reading pauses."""
 _LONG = 64 * 1024
@@ -39,10 +43,11 @@ class ReadTimeout(Exception):
     """The server was silent for too long."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+class Connection(asyncio.BufferedProtocol):
+    """One connection, one request at a time. Reads into ``memory``, which connections of one loop may share."""
 
-    def __init__(self, read_timeout_s: float) -> None:
+    def __init__(self, read_timeout_s: float, memory: memoryview) -> None:
+        self._memory = memory
         self._loop = asyncio.get_running_loop()
         self.read_timeout_s = read_timeout_s
         self._waiter: asyncio.Future[None] | None = None
@@ -68,15 +73,18 @@ class Connection(asyncio.Protocol):
         self.touched = False
         """Whether the server has sent anything for this request."""
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._memory
+
+    def buffer_updated(self, nbytes: int) -> None:
         self.touched = True
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._memory[:nbytes])
         except httptools.HttpParserError as error:
             self._error = Disconnected(f"not HTTP: {error}")
             self.close()
@@ -130,22 +138,22 @@ class Connection(asyncio.Protocol):
 
     # the client's side
 
-    async def request(
-        self, method: str, target: str, headers: Headers, body: bytes | AsyncIterable[bytes] | None
-    ) -> None:
+    async def request(self, method: str, target: str, headers: Headers, body: Body) -> None:
         """Send a request and wait for status and headers of the reply."""
         self._reset(head=method == "HEAD")
         lines = [f"{method} {target} HTTP/1.1".encode("latin-1")]
         lines += [name + b": " + value for name, value in headers]
         chunked = False
         if isinstance(body, bytes):
-            lines.append(b"content-length: %d" % len(body))
+            body = (body,)
+        if isinstance(body, tuple):
+            lines.append(b"content-length: %d" % sum(map(len, body)))
         elif body is not None and not any(name == b"content-length" for name, _ in headers):
             lines.append(b"transfer-encoding: chunked")
             chunked = True
         head = b"\r\n".join((*lines, b"\r\n"))
-        if body is None or isinstance(body, bytes):
-            self._transport.writelines((head, body) if body else (head,))
+        if body is None or isinstance(body, tuple):
+            self._transport.writelines((head, *(body or ())))
         else:
             self._transport.write(head)
             async for chunk in body:
@@ -289,13 +297,14 @@ class Client:
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._idle: list[Connection] = []
+        self._memory = memoryview(bytearray(_READ))
 
     async def request(
         self,
         method: str,
         target: str,
         headers: Headers,
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body = None,
         *,
         read_timeout_s: float | None = None,
     ) -> Response:
@@ -304,7 +313,7 @@ class Client:
         A connection out of the pool may have been closed by the server at the very moment it is used: when
         nothing at all came back, the request goes out once more on a fresh one.
         """
-        repeatable = body is None or isinstance(body, bytes)
+        repeatable = body is None or isinstance(body, bytes | tuple)
         headers = [self._host_header, *headers]
         connection = self._from_pool() if repeatable else None
         fresh = connection is None
@@ -352,7 +361,10 @@ class Client:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self._read_timeout_s), self._host, self._port, ssl=self._ssl
+                    lambda: Connection(self._read_timeout_s, self._memory),
+                    self._host,
+                    self._port,
+                    ssl=self._ssl,
                 )
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(str(error)) from None

@@ -20,8 +20,6 @@ from kvpilot.event_wire import EventSender
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 * 1024 * 1024
-_KEPT_BYTES = 4 * 1024 * 1024
-"""A frame that is longer does not keep its memory."""
 _CONNECT_S = 0.4
 """How long a command waits for a coordinator that is just (re)starting."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 300
@@ -33,11 +31,9 @@ class GatewayLink:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._limit = config.gateway.event_queue
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[bytes, bytes]] = deque()
         self._waiting_bytes = 0
         self._sender = EventSender(self._flush, self._lost)
-        self._frame = bytearray()
-        """The frame of the newest event, in memory that is kept."""
         self._replies: dict[bytes, asyncio.Future[CommandReply]] = {}
         self._numbers = count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -71,31 +67,29 @@ class GatewayLink:
 
     def emit(self, event: Event) -> None:
         """Send an event, or keep it until the coordinator takes it, or shed and count it. Never waits."""
-        frame = self._frame
-        wire.event_encoder.encode_into(event, frame)
+        frame = wire.event_frame(event)
+        size = len(frame[0]) + len(frame[1])
         if self._sender.ready and not self._waiting:
             self._send(frame)
-        elif len(self._waiting) >= self._limit or self._waiting_bytes + len(frame) > _MAX_BYTES:
+        elif len(self._waiting) >= self._limit or self._waiting_bytes + size > _MAX_BYTES:
             self.shed += 1
         else:
-            self._waiting.append(bytes(frame))
-            self._waiting_bytes += len(frame)
-        if len(frame) > _KEPT_BYTES:
-            self._frame = bytearray()
+            self._waiting.append(frame)
+            self._waiting_bytes += size
 
     def _flush(self) -> None:
         while self._waiting and self._sender.ready:
             frame = self._waiting.popleft()
-            self._waiting_bytes -= len(frame)
+            self._waiting_bytes -= len(frame[0]) + len(frame[1])
             self._send(frame)
 
-    def _lost(self) -> None:
-        """A frame was under way when the coordinator went."""
-        self.sent -= 1
-        self.shed += 1
+    def _lost(self, frames: int) -> None:
+        """They were under way when the coordinator went."""
+        self.sent -= frames
+        self.shed += frames
 
-    def _send(self, frame: bytes | bytearray) -> None:
-        self._sender.send(frame)
+    def _send(self, frame: tuple[bytes, bytes]) -> None:
+        self._sender.send(*frame)
         self.sent += 1
 
     async def _stay_connected(self) -> None:
@@ -109,6 +103,8 @@ class GatewayLink:
 
     async def ask(self, commands: tuple[Command, ...], timeout_s: float) -> CommandReply | None:
         """The coordinator's answer to commands; None when it is away or does not answer in time."""
+        # A command is about what was told before it.
+        self._sender.flush()
         number = next(self._numbers).to_bytes(8, "big")
         future: asyncio.Future[CommandReply] = asyncio.get_running_loop().create_future()
         self._replies[number] = future

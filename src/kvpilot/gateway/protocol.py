@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with fewer system calls."""
+"""uvicorn's HTTP protocol with fewer system calls and fewer copies."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ class CorkedTransport:
         pending, self._pending = self._pending, []
         if pending and not self._transport.is_closing():
             self._transport.write(pending[0] if len(pending) == 1 else b"".join(pending))
+
+
+class ServerConnection(asyncio.BufferedProtocol):
+    """uvicorn's protocol, given what is read into ``memory``, which all connections of a loop may share."""
+
+    def __init__(self, memory: memoryview, **settings: Any) -> None:
+        self._memory = memory
+        self._http = http = CorkedHttpProtocol(**settings)
+        self.connection_made = http.connection_made  # type: ignore[method-assign]
+        self.connection_lost = http.connection_lost  # type: ignore[method-assign]
+        self.pause_writing = http.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = http.resume_writing  # type: ignore[method-assign]
+        self.eof_received = http.eof_received  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._memory
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._http.data_received(cast("bytes", self._memory[:nbytes]))
 
 
 class CorkedHttpProtocol(HttpToolsProtocol):

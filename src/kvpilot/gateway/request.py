@@ -27,9 +27,9 @@ _TRUE = msgspec.Raw(b"true")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A parsed request and the body to forward for it."""
+    """A parsed request and the body to forward for it, in pieces: most of it is what came."""
 
-    body: bytes
+    pieces: tuple[bytes | memoryview, ...]
     hints: Hints
     salt: str = ""
     model: str = ""
@@ -38,6 +38,10 @@ class Prepared:
     """Which of TOKEN_IDS and USAGE the gateway asks for though the client did not."""
     chunk_hashes: bool = False
     parsed: bool = True
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
 
 
 def prepare(
@@ -59,7 +63,7 @@ def prepare(
     except (ValueError, RecursionError):
         if tenant != DEFAULT_TENANT:
             raise not_an_object() from None
-        return Prepared(raw, read_hints(HintRequest({}, headers, tenant)), parsed=False)
+        return Prepared((raw,), read_hints(HintRequest({}, headers, tenant)), parsed=False)
     changed = dict(fields)
     salt = _apply_salt(changed, tenant)
     chunk_hashes = _take_hash_request(changed)
@@ -69,7 +73,7 @@ def prepare(
     if plugin:
         _tell_plugin(changed, hints)
     return Prepared(
-        body=_with_changes(raw, fields, changed),
+        pieces=_with_changes(raw, fields, changed),
         hints=hints,
         salt=salt,
         model=_text(fields.get("model")),
@@ -89,14 +93,14 @@ def salted(raw: bytes, tenant: str) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> bytes:
+def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> tuple[bytes | memoryview, ...]:
     """``raw`` as it is, with what is new spliced in at its end, or written anew when more than that changed."""
     new = {name: value for name, value in changed.items() if fields.get(name) is not value}
     if not new and len(changed) == len(fields):
-        return raw
+        return (raw,)
     if not fields or len(changed) != len(fields) + len(new):
-        return msgspec.json.encode(changed)
-    return b"".join((memoryview(raw)[: raw.rindex(b"}")], b",", msgspec.json.encode(new)[1:]))
+        return (msgspec.json.encode(changed),)
+    return memoryview(raw)[: raw.rindex(b"}")], b"," + msgspec.json.encode(new)[1:]
 
 
 def _apply_salt(fields: Fields, tenant: str) -> str:

@@ -27,14 +27,12 @@ _USUAL_HEAD = re.compile(rb'data: \{"id":"[^\[{]*"choices":\[\{"index":0,"delta"
 _USUAL_MIDDLE = b',"logprobs":null,"finish_reason":null,"token_ids":'
 _USUAL_END = b"}]}\n\n"
 """A chunk as vLLM writes it in the middle of a chat: head, delta, middle, ids, end."""
-_USUAL_TAIL = re.compile(re.escape(b"}" + _USUAL_MIDDLE) + rb"\[\d[\d,]*\]" + re.escape(_USUAL_END))
-_USUAL_TAIL_WITHOUT_IDS = b"}%bnull%b" % (_USUAL_MIDDLE, _USUAL_END)
+_USUAL_TAIL_WITHOUT_IDS = b"%bnull%b" % (_USUAL_MIDDLE, _USUAL_END)
+_LISTS = re.compile(rb"(?:\[\d[\d,]*\];)+")
 _DONE = b"data: [DONE]\n\n"
 _PROMPT_IDS = b'"prompt_token_ids":['
 _NEWLINE = re.compile(rb"[\r\n]")
 _FINISHED = b'"finish_reason":"'
-_UNREAD = 64 * 1024
-"""Bytes of chunks that may have gone on without having been read for facts."""
 _EMPTY_DELTAS = (b"", b"{}")
 
 
@@ -186,8 +184,6 @@ class StreamReader:
         self._held_span = (0, 0)
         self._head = b""
         """How the chunks of this reply begin, up to their delta."""
-        self._unread: list[bytes] = []
-        self._unread_bytes = 0
         self._deltas: list[bytes] = []
         self._texts: list[bytes] = []
 
@@ -218,7 +214,6 @@ class StreamReader:
 
     def message(self) -> bytes:
         """The first choice's message as JSON (content, reasoning, tool calls joined from their deltas)."""
-        self._read_chunks()
         if self._texts:
             text = "".join(msgspec.json.decode(piece, type=str) for piece in self._texts)
             return text_message(msgspec.json.encode(text))
@@ -259,7 +254,6 @@ class StreamReader:
             out += (self._release(), event) if spans else (event,)
             return
         reply = read.reply
-        self._read_chunks()
         self.facts.take(read)
         for choice in reply.choices:
             self._take(choice, read.output_ids)
@@ -308,40 +302,29 @@ class StreamReader:
             match = _USUAL_HEAD.match(data)
             if match is None:
                 return False
-            self._read_chunks()
             self._head = match[0]
-        count = data.count(b"\n\n")
+        head = self._head
+        *chunks, rest = data.split(_USUAL_END)
+        count = len(chunks)
         # A quote inside a JSON text is escaped: what is counted here are keys.
-        if (
-            data.count(b"\n\n" + self._head) != count - 1
-            or data.count(b'"delta":') != count
-            or data.count(b'"token_ids":') != count
-            or b'"delta":{}' in data
-        ):
+        if rest or data.count(b'"delta":') != count or data.count(b'"token_ids":') != count:
             return False
-        without_ids, tails = _USUAL_TAIL.subn(_USUAL_TAIL_WITHOUT_IDS, data)
-        if tails != count:
+        parts = [chunk.partition(_USUAL_MIDDLE) for chunk in chunks]
+        deltas = [
+            front[len(head) :] for front, _, _ in parts if front.startswith(head) and front.endswith(b"}")
+        ]
+        ids = [ids for _, _, ids in parts]
+        if len(deltas) != count or b"{}" in deltas or not _LISTS.fullmatch(b"%b;" % b";".join(ids)):
             return False
-        self._unread.append(data)
-        self._unread_bytes += len(data)
-        if self._unread_bytes > _UNREAD:
-            self._read_chunks()
+        self._deltas += deltas
+        self.facts.output_ids += ids
         self.has_output = True
         if self._held:
             out.append(self._release())
-        out.append(without_ids if self._hide_ids else data)
+        if self._hide_ids:
+            data = _USUAL_TAIL_WITHOUT_IDS.join([*(front for front, _, _ in parts), b""])
+        out.append(data)
         return True
-
-    def _read_chunks(self) -> None:
-        """Take the facts from usual chunks that have gone on."""
-        if not self._unread:
-            return
-        for chunk in b"".join(self._unread).replace(self._head, b"").split(_USUAL_END)[:-1]:
-            delta, _, ids = chunk.partition(_USUAL_MIDDLE)
-            self._deltas.append(delta)
-            self.facts.output_ids.append(ids)
-        self._unread.clear()
-        self._unread_bytes = 0
 
     def _take(self, choice: Choice, ids: bytes) -> None:
         if choice.index != 0:

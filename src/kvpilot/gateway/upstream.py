@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
 from types import TracebackType
 
 from kvpilot.config import Config
 from kvpilot.gateway.errors import GatewayError, broken_off, timed_out, unreachable
-from kvpilot.gateway.http_client import Client, ConnectFailed, Disconnected, Headers, ReadTimeout, Response
+from kvpilot.gateway.http_client import (
+    Body,
+    Client,
+    ConnectFailed,
+    Disconnected,
+    Headers,
+    ReadTimeout,
+    Response,
+)
 
 _KEYS = (b"authorization", b"x-api-key")
 """Headers in which clients bring their key."""
@@ -84,9 +91,7 @@ class Upstream:
             kept.append((b"authorization", b"Bearer " + self._api_key.encode()))
         return kept
 
-    async def send(
-        self, method: str, target: str, headers: Headers, body: bytes | AsyncIterable[bytes] | None
-    ) -> UpstreamReply:
+    async def send(self, method: str, target: str, headers: Headers, body: Body) -> UpstreamReply:
         """Forward a request; ``target`` is path and query as the client wrote them. Raises GatewayError."""
         try:
             return UpstreamReply(await self._client.request(method, target, headers, body), self)

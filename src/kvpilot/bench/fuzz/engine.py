@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from kvpilot.context.conversation import Body, read_request
 from kvpilot.context.engine_render import EngineRenderError
 from kvpilot.domain import TokenArray
 from kvpilot.gateway.editing import COUNT_PATH
+from kvpilot.gateway.http_client import Body as RequestBody
 from kvpilot.gateway.http_client import Headers
 from kvpilot.gateway.other_apis import MESSAGES, RESPONSES
 from kvpilot.gateway.upstream import Upstream, UpstreamReply
@@ -45,10 +46,9 @@ class AcceptingEngine(Upstream):
         super().__init__(config)
         self.received: Received | None = None
 
-    async def send(
-        self, method: str, target: str, headers: Headers, body: bytes | AsyncIterable[bytes] | None
-    ) -> UpstreamReply:
-        assert isinstance(body, bytes), "requests for completions are read whole"
+    async def send(self, method: str, target: str, headers: Headers, body: RequestBody) -> UpstreamReply:
+        assert isinstance(body, bytes | tuple), "requests for completions are read whole"
+        body = b"".join(body) if isinstance(body, tuple) else body
         path = target.partition("?")[0]
         if path == COUNT_PATH:
             count = b'{"input_tokens":%d}' % (len(body) // _BYTES_PER_TOKEN)
