@@ -155,6 +155,7 @@ def test_what_an_ended_session_left_in_the_pool_goes_before_what_waits_longer(pl
     before = hits(plugged)
     chat(plugged, messages, f"{tag}-waits", tools=TOOLS)
     after = hits(plugged)
+    print(before, after, json.dumps([a for a in control(plugged, "/actions")["actions"] if a["created_at"] > began - 60], indent=0))
     assert after["device"] - before["device"] >= LONG and after["below"] == before["below"]
     actions = control(plugged, f"/actions?session={tag}-waits")["actions"]
     brought = [a for a in actions if a["kind"] == "prefetch" and a["created_at"] >= began]

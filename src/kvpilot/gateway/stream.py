@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -129,7 +129,7 @@ class PromptIds:
         self.over = not wanted
         self.ids = b""
         """The JSON list that was cut out, until it is taken."""
-        self._parts: list[bytes] = []
+        self._parts: list[memoryview] = []
         self._at = 0
 
     def cut(self, data: bytes) -> bytes:
@@ -142,7 +142,7 @@ class PromptIds:
                 return data
             start = self._at = key + len(_PROMPT_IDS) - 1
         end = data.find(b"]", start) + 1
-        self._parts.append(data[start : end or len(data)])
+        self._parts.append(memoryview(data)[start : end or len(data)])
         if not end:
             return data[:start]
         self.over = True
@@ -159,9 +159,9 @@ class PromptIds:
 
     def rest(self) -> bytes:
         """What was cut out of an event that has not come to its end."""
-        rest = b"".join(self._parts)
-        self._parts = []
-        return rest
+        parts, self._parts = self._parts, []
+        # Of one piece a view will do as well as bytes, for all that is done with ids, and is no copy.
+        return cast("bytes", parts[0]) if len(parts) == 1 else b"".join(parts)
 
 
 class StreamReader:

@@ -9,7 +9,8 @@ from kvpilot.hints.content import Mark, find_marks
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 from kvpilot.hints.values import as_index, as_list, as_object, read_object
 
-FIELDS = ("cache_control", "context_management", "tools", "system", "messages")
+FIELDS = ("cache_control", "context_management")
+MARK = "cache_control"
 MAX_MARKS = 4
 MAX_EDITS = 8
 MAX_TOOLS = 256
@@ -46,7 +47,7 @@ def read(request: HintRequest) -> Hints | None:
 
 def _retention(request: HintRequest, dropped: list[str]) -> Retention | None:
     """As long as the longest mark asks, up to the last of them; all of it for a mark at the top level."""
-    marks = find_marks(request, "cache_control", _PLACES, dropped)
+    marks = find_marks(request, MARK, _PLACES, dropped)
     if len(marks) > MAX_MARKS:
         dropped.append(f"cache_control: more than {MAX_MARKS} marks")
     kept: list[tuple[float, Mark]] = []

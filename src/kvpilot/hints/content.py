@@ -31,7 +31,7 @@ class _Item(_Block, gc=False):
 _UNMARKED = _Item(content=[_Block()])
 """What most of a long conversation consists of."""
 _ITEMS = msgspec.json.Decoder(list[_Item | list[Any] | _Other])
-_KEYS = tuple(f'"{key}"'.encode() for key in KEYS)
+_KEYS = {key: f'"{key}"'.encode() for key in KEYS}
 """As JSON has them; a text that quotes a key has a backslash before the quote, or is looked into in vain."""
 
 
@@ -55,6 +55,8 @@ def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: l
 
     ``messages`` and ``input`` count their items, the other places come before all messages.
     """
+    if not may_be_marked(request, key):
+        return ()
     if len(request.body) > MAX_SCAN:
         dropped.append(f"{key}: not looked for in a body larger than {MAX_SCAN} bytes")
         return ()
@@ -65,25 +67,23 @@ def find_marks(request: HintRequest, key: str, places: Sequence[str], dropped: l
     return marks
 
 
+def may_be_marked(request: HintRequest, key: str) -> bool:
+    """Whether ``key`` is anywhere in the body, as far as that is known, asked once; searched from behind, where marks
+    mostly are."""
+    name = f"a {key}"
+    found: bool | None = request.seen.get(name)
+    if found is None:
+        found = len(request.body) > MAX_SCAN or request.body.rfind(_KEYS[key]) >= 0
+        request.seen[name] = found
+    return found
+
+
 def _marks(request: HintRequest, place: str) -> dict[str, list[Mark]]:
     """The marks in a list of the body by their key; found once a request, for all keys."""
     name = f"marks of {place}"
     found: dict[str, list[Mark]] | None = request.seen.get(name)
     if found is None:
-        # What is decoded already is looked through in less time than it is searched.
-        if f"items of {place}" in request.seen or _may_be_marked(request):
-            found = _find(_items(request, place), counts=place in ("messages", "input"))
-        else:
-            found = {}
-        request.seen[name] = found
-    return found
-
-
-def _may_be_marked(request: HintRequest) -> bool:
-    """Whether either key is in the body at all, asked once; searched from behind, where marks mostly are."""
-    found: bool | None = request.seen.get("a mark")
-    if found is None:
-        found = request.seen["a mark"] = any(request.body.rfind(key) >= 0 for key in _KEYS)
+        found = request.seen[name] = _find(_items(request, place), counts=place in ("messages", "input"))
     return found
 
 

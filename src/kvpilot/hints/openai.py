@@ -10,24 +10,24 @@ from kvpilot.hints.content import find_marks
 from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import as_duration, read_object
 
-FIELDS = ("prompt_cache_options", "prompt_cache_retention", "messages", "input")
-MAX_BREAKPOINTS = 80
+FIELDS = ("prompt_cache_options", "prompt_cache_retention")
+MARK = "prompt_cache_breakpoint"
+MAXMARKS = 80
 TTL_DEFAULT_S = 300.0
 RETENTIONS = {b'"in_memory"': 300.0, b'"24h"': 86_400.0}
 
 _OPTIONS = "prompt_cache_options"
-_BREAKPOINT = "prompt_cache_breakpoint"
 _RETENTION = "prompt_cache_retention"
 
 
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
     options = read_object(request.fields.get(_OPTIONS), _OPTIONS, dropped)
-    marks = find_marks(request, _BREAKPOINT, ("messages", "input"), dropped)
-    if len(marks) > MAX_BREAKPOINTS:
-        dropped.append(f"{_BREAKPOINT}: more than {MAX_BREAKPOINTS}")
-    explicit = [mark for mark in marks[-MAX_BREAKPOINTS:] if _is_explicit(mark.value, dropped)]
-    ttls = [_ttl(mark.value, _BREAKPOINT, dropped) for mark in explicit]
+    marks = find_marks(request, MARK, ("messages", "input"), dropped)
+    if len(marks) > MAXMARKS:
+        dropped.append(f"{MARK}: more than {MAXMARKS}")
+    explicit = [mark for mark in marks[-MAXMARKS:] if _is_explicit(mark.value, dropped)]
+    ttls = [_ttl(mark.value, MARK, dropped) for mark in explicit]
     retention = None
     if options is not None:
         ttls.append(_ttl(options, _OPTIONS, dropped))
@@ -45,7 +45,7 @@ def read(request: HintRequest) -> Hints | None:
 def _is_explicit(value: object, dropped: list[str]) -> bool:
     if isinstance(value, dict) and value.get("mode") == "explicit":
         return True
-    dropped.append(f"{_BREAKPOINT}: mode is not explicit")
+    dropped.append(f"{MARK}: mode is not explicit")
     return False
 
 

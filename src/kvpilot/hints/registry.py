@@ -42,6 +42,7 @@ from kvpilot.hints import (
     thunderagent,
     verl,
 )
+from kvpilot.hints.content import may_be_marked
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ _Said = TypeVar("_Said", Command, Signal)
 class Dialect:
     """One dialect: where to look for it and how to read it.
 
-    ``read`` is asked only when the body has one of ``fields`` at its top level, or when one of ``headers``
-    (lower case) is there. It returns None when the dialect is not spoken after all, and raises on nothing a
+    ``read`` is asked only when the body has one of ``fields`` at its top level, when one of ``headers`` (lower case)
+    is there, or when messages or tools may carry ``mark`` (one of ``content.KEYS``). It returns None when the dialect is not spoken after all, and raises on nothing a
     client may send.
     """
 
@@ -66,6 +67,7 @@ class Dialect:
     read: Callable[[HintRequest], Hints | None]
     fields: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
+    mark: str = ""
 
 
 BUILT_IN: tuple[Dialect, ...] = (
@@ -79,8 +81,8 @@ BUILT_IN: tuple[Dialect, ...] = (
     Dialect("thunderagent", thunderagent.read, fields=("program_id",)),
     Dialect("engine", engine.read, fields=("session_id",)),
     Dialect("dynamo", dynamo.read_body, fields=("nvext",)),
-    Dialect("anthropic", anthropic.read, fields=anthropic.FIELDS),
-    Dialect("openai", openai.read, fields=openai.FIELDS),
+    Dialect("anthropic", anthropic.read, fields=anthropic.FIELDS, mark=anthropic.MARK),
+    Dialect("openai", openai.read, fields=openai.FIELDS, mark=openai.MARK),
     Dialect("claude-code", claude_code.read_body, fields=(claude_code.FIELD,)),
     Dialect("dynamo-headers", dynamo.read_headers, headers=dynamo.HEADERS),
     Dialect("claude-code-headers", claude_code.read_headers, headers=claude_code.HEADERS),
@@ -98,6 +100,7 @@ class Registry:
         self.dialects = tuple(sorted(dialects, key=lambda dialect: not dialect.fields))
         self._by_field = _index(dialect.fields for dialect in self.dialects)
         self._by_header = _index(dialect.headers for dialect in self.dialects)
+        self._marks = [(rank, dialect.mark) for rank, dialect in enumerate(self.dialects) if dialect.mark]
         self._broken: set[str] = set()
 
     def read(self, request: HintRequest) -> Hints:
@@ -107,6 +110,7 @@ class Registry:
             ranks.update(self._by_field[name])
         for name in self._by_header.keys() & request.headers:
             ranks.update(self._by_header[name])
+        ranks.update(rank for rank, mark in self._marks if may_be_marked(request, mark))
         found = []
         for rank in sorted(ranks):
             dialect = self.dialects[rank]
