@@ -1,8 +1,8 @@
 """Events on a Unix stream socket: the end that sends them and the end that takes them.
 
 A connection begins with memory that both ends share (``event_ring``). Long frames are put there, and a note of where
-goes through the socket; frames for which it has no room go through the socket themselves. What comes close together
-goes at once: every write wakes the other end. The receiver tells how many notes it is done with.
+goes through the socket; frames that are short, or longer than the memory, go through the socket themselves. What comes
+close together goes at once: every write wakes the other end. The receiver tells how many notes it is done with.
 
 On the wire, all numbers of four bytes, big-endian: length and frame; or length with the highest bit set, and where
 the frame lies in the memory. Back: how many frames in the memory were taken.
@@ -45,6 +45,8 @@ class EventSender(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._full = False
+        """A frame was refused as the memory had no room for it."""
         self._waiting: list[bytes] = []
         """What goes through the socket next, for ``_frames`` frames."""
         self._frames = 0
@@ -84,6 +86,9 @@ class EventSender(asyncio.Protocol):
                 self._room.give_back(count)
         except IndexError:
             self.close()
+        if self._full:
+            self._full = False
+            self._on_ready()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -94,7 +99,8 @@ class EventSender(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         lost = self._under_way + self._frames
-        self._paused, self._under_way, self._frames = False, 0, 0
+        self._paused = self._full = False
+        self._under_way = self._frames = 0
         self._waiting.clear()
         self._transport = None
         self._memory.close()
@@ -102,19 +108,21 @@ class EventSender(asyncio.Protocol):
             self._on_lost(lost)
 
     @property
-    def ready(self) -> bool:
-        """Whether :meth:`send` may be called now."""
-        return self._transport is not None and not self._paused and not self._transport.is_closing()
-
-    @property
     def connected(self) -> bool:
         return self._transport is not None
 
-    def send(self, frame: bytes, rest: bytes = b"") -> None:
-        """A frame, of which a long part may come apart."""
+    def send(self, frame: bytes, rest: bytes = b"") -> bool:
+        """A frame, of which a long part may come apart; whether it is taken now."""
+        if self._transport is None or self._paused or self._transport.is_closing():
+            return False
         length = len(frame) + len(rest)
-        place = self._room.take(length) if length >= _LONG else None
-        if place is not None:
+        in_memory = _LONG <= length <= len(self._memory)
+        if in_memory:
+            place = self._room.take(length)
+            if place is None:
+                # It waits here, where it costs nothing: through the socket both ends would be slower still.
+                self._full = True
+                return False
             middle = place + len(frame)
             self._memory[place:middle] = frame
             self._memory[middle : place + length] = rest
@@ -124,9 +132,10 @@ class EventSender(asyncio.Protocol):
         self._frames += 1
         if self._timer is None and self._loop.time() < self._written_at + _TOGETHER_S:
             self._timer = self._loop.call_at(self._written_at + _TOGETHER_S, self.flush)
-        # A long frame in the socket is counted as waiting until the kernel takes it, and so is what comes then.
-        if self._timer is None or (place is None and length >= _LONG):
+        # What is longer than the memory is counted as waiting until the kernel takes it, and so is what comes then.
+        if self._timer is None or length > len(self._memory):
             self.flush()
+        return True
 
     def flush(self) -> None:
         """What waits goes now."""

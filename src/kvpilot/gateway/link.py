@@ -69,8 +69,8 @@ class GatewayLink:
         """Send an event, or keep it until the coordinator takes it, or shed and count it. Never waits."""
         frame = wire.event_frame(event)
         size = len(frame[0]) + len(frame[1])
-        if self._sender.ready and not self._waiting:
-            self._send(frame)
+        if not self._waiting and self._sender.send(*frame):
+            self.sent += 1
         elif len(self._waiting) >= self._limit or self._waiting_bytes + size > _MAX_BYTES:
             self.shed += 1
         else:
@@ -78,19 +78,15 @@ class GatewayLink:
             self._waiting_bytes += size
 
     def _flush(self) -> None:
-        while self._waiting and self._sender.ready:
+        while self._waiting and self._sender.send(*self._waiting[0]):
             frame = self._waiting.popleft()
             self._waiting_bytes -= len(frame[0]) + len(frame[1])
-            self._send(frame)
+            self.sent += 1
 
     def _lost(self, frames: int) -> None:
         """They were under way when the coordinator went."""
         self.sent -= frames
         self.shed += frames
-
-    def _send(self, frame: tuple[bytes, bytes]) -> None:
-        self._sender.send(*frame)
-        self.sent += 1
 
     async def _stay_connected(self) -> None:
         path = wire.event_socket(self._config)

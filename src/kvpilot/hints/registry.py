@@ -59,8 +59,8 @@ class Dialect:
     """One dialect: where to look for it and how to read it.
 
     ``read`` is asked only when the body has one of ``fields`` at its top level, when one of ``headers`` (lower case)
-    is there, or when messages or tools may carry ``mark`` (one of ``content.KEYS``). It returns None when the dialect is not spoken after all, and raises on nothing a
-    client may send.
+    is there, or when messages or tools may carry ``mark`` (one of ``content.KEYS``). It returns None when the dialect
+    is not spoken after all, and raises on nothing a client may send.
     """
 
     name: str
