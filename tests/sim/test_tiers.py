@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.made_up import CHUNK, scenarios
+from tests.sim.watched import watched
 
 from kvpilot.domain import Tier
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.baselines import LeafLru
+from kvpilot.sim.clairvoyant import clairvoyant
 from kvpilot.sim.hardware import PROFILES, Hardware, Store
 from kvpilot.sim.one_tier import Scenario
+from kvpilot.sim.policies import CLAIRVOYANT, TIERED
 from kvpilot.sim.tiers import TieredOutcome, alone, capacities, run_tiers
 from kvpilot.traces import Overlay, Placed, TraceAgent, TraceCall, TraceMessage, TraceSession
 
@@ -29,6 +33,8 @@ SIMPLE = Hardware(
     ),
 )
 """A token takes a second to compute, a chunk a tenth of one from host memory and one from disk."""
+SLOW = msgspec.structs.replace(SIMPLE, token_s=0.01, decode_token_s=1.0)
+"""Requests run for so long that many do at once."""
 
 
 def lru(scenario: Scenario, device_chunks: int, hardware: Hardware = SIMPLE) -> TieredOutcome:
@@ -68,6 +74,51 @@ def test_a_context_is_loaded_from_where_it_still_is() -> None:
 def test_prefill_is_queued_for() -> None:
     outcome = lru(agents((0.0, "a", 2), (1.0, "b", 1)), device_chunks=100)
     assert outcome.ttft.tolist() == [8.0, 8.0 - 1.0 + 4.0]
+
+
+def test_a_request_waits_for_room_to_the_end_of_others_then_its_turn_comes() -> None:
+    # Each reply takes 100 s. Beside the 4 chunks of a there is no room for those of b; c, which came last, would fit.
+    slow = msgspec.structs.replace(SIMPLE, decode_token_s=100.0)
+    calls = agents((0.0, "a", 4), (1.0, "b", 4), (2.0, "c", 1))
+    assert lru(calls, 9, slow).ttft.tolist() == [16.0, 16.0 - 1.0 + 16.0, 32.0 - 2.0 + 4.0]
+    assert lru(calls, 7, slow).ttft.tolist() == [16.0, 116.0 - 1.0 + 16.0, 132.0 - 2.0 + 4.0]
+    assert clairvoyant(calls, slow, 7).ttft.tolist() == lru(calls, 7, slow).ttft.tolist()
+
+
+def test_what_requests_share_takes_room_once() -> None:
+    # A system prompt of 4 chunks and a message of one: two requests have 6 chunks together.
+    calls = (
+        TraceCall(
+            "main", 0.0, 1.0, 0, (TraceMessage("m", "user", CHUNK),), TraceMessage("r", "assistant", 1)
+        ),
+    )
+    head = TraceAgent("main", hidden_tok=4 * CHUNK, hidden_id="hidden")
+    placed = []
+    for name in "ab":
+        own = msgspec.structs.replace(calls[0], add=(TraceMessage(name, "user", CHUNK),))
+        session = TraceSession("made-up", name, (head,), (own,), chunk_tokens=CHUNK)
+        placed.append(Placed(session, 1.0 * len(placed)))
+    slow = msgspec.structs.replace(SIMPLE, decode_token_s=100.0)
+    scenario = Scenario(Overlay(tuple(placed), 0.0, 0))
+    assert [float(lru(scenario, room, slow).ttft[1]) for room in (6, 5)] == [23.0, 123.0]
+
+
+@given(scenario=scenarios(), device=st.integers(1, 20), policy=st.sampled_from([*TIERED, CLAIRVOYANT]))
+@settings(max_examples=60, deadline=None)
+def test_what_runs_has_room_and_keeps_it_and_nobody_is_passed_over(
+    scenario: Scenario, device: int, policy: str
+) -> None:
+    with watched() as began:
+        if policy == CLAIRVOYANT:
+            outcome = clairvoyant(scenario, SLOW, device)
+        else:
+            outcome = TIERED[policy].run(scenario, SLOW, device, Hints.NONE)
+    assert np.isfinite(outcome.ttft).all()
+    workload = scenario.workload
+    first = [call for call in began if call in set(np.unique(workload.agent, return_index=True)[1].tolist())]
+    assert first == sorted(first), (
+        "of first calls, which wait for no reply, a later one began before an earlier one"
+    )
 
 
 def test_an_agent_does_not_call_before_it_has_its_reply() -> None:

@@ -18,6 +18,8 @@ from kvpilot.sim.view import Reply, Request, SeenSignal
 from kvpilot.sim.workload import ROOT, Floats, Ints
 from kvpilot.traces import ToolUse
 
+NOW = 1e6
+"""Returns per second of the conversation whose request begins next: above any forecast."""
 NOBODY = -1e9
 """Added to the time of the last use of what nobody is expected to use: below any worth, the oldest first."""
 
@@ -31,6 +33,8 @@ class Kvpilot(ContextPolicy):
         self.forecaster = forecaster or knowing()
         self.arrivals = Arrivals()
         self._heard_of: set[int] = set()
+        self._next_up: dict[int, float] = {}
+        """Worths of those whose requests wait for room."""
         self._now = -1.0
         self._values: dict[int, Floats] = {}
 
@@ -75,15 +79,23 @@ class Kvpilot(ContextPolicy):
 
     def worth(self, context: int, now: float, horizon: int = 0) -> float:
         """``worths`` of one conversation."""
-        return self.forecaster.worth(context, now, horizon)
+        return self._next_up.get(context) or self.forecaster.worth(context, now, horizon)
 
     def worths(self, now: float, horizon: int = 0) -> Floats:
         """By conversation: returns per second that a unit of room held for it brings."""
         if now != self._now:
             self._values, self._now = {}, now
         if horizon not in self._values:
-            self._values[horizon] = self.forecaster.worths(now, horizon)
+            self._values[horizon] = worths = self.forecaster.worths(now, horizon)
+            worths[list(self._next_up)] = list(self._next_up.values())
         return self._values[horizon]
+
+    def next_up(self, contexts: Sequence[int]) -> None:
+        """These conversations' requests wait for room, in this order."""
+        if not contexts and not self._next_up:
+            return
+        self._now = -1.0
+        self._next_up = {context: NOW / place for place, context in enumerate(contexts, 1)}
 
     def _ranked_one(self, cache: TreeCache, leaf: int, now: float, horizon: int) -> float:
         worths, holders = self.worths(now, horizon), cache.holders.get(leaf, ())

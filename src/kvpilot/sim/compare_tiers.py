@@ -15,11 +15,12 @@ import numpy as np
 from rich.console import Console
 
 from kvpilot.replay.plan import Hints
+from kvpilot.sim.clairvoyant import clairvoyant
 from kvpilot.sim.compare import Options, print_skipped, table_by_pressure, walk
 from kvpilot.sim.hardware import PROFILES, Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.policies import CLAIRVOYANT, LRU, TIERED
-from kvpilot.sim.tiers import TieredOutcome, clairvoyant
+from kvpilot.sim.tiers import TieredOutcome
 
 LEAST_SHARE = 0.01
 

@@ -133,7 +133,7 @@ def run_contexts(
         now, kind, index = event
         policy.before(now)
         if kind is EventKind.REQUEST:
-            request = tables.request(index, now, cache)
+            request = tables.request(index, now)
             running[index] = request
             latest[request.context] = index
             policy.on_request(request)
@@ -181,7 +181,7 @@ class Tables:
         hidden = np.array([agent.recorded.hidden_tok for agent in workload.agents])
         self._head = (hidden // workload.chunk_tokens)[workload.agent].tolist()
 
-    def request(self, index: int, now: float, cache: TreeCache) -> Request:
+    def request(self, index: int, now: float) -> Request:
         context = self._context[index]
         return Request(
             index=index,
@@ -191,7 +191,6 @@ class Tables:
             parent=self._parent[context],
             tip=self._tip[index],
             prompt=self._prompt[index],
-            hit=cache.held(self._tip[index]),
             head=self._head[index],
             tokens=self._tokens[index],
             added=self._calls[index].add,

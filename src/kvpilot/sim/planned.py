@@ -28,7 +28,8 @@ from kvpilot.sim.brain import Kvpilot, knowing
 from kvpilot.sim.hardware import Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.policy import ContextPolicy, Run
-from kvpilot.sim.tiers import Node, Step, TieredOutcome, capacities
+from kvpilot.sim.serving import Step
+from kvpilot.sim.tiers import Node, TieredOutcome, capacities
 from kvpilot.sim.tree_cache import TreeCache
 from kvpilot.sim.workload import ROOT, Floats
 from kvpilot.sim.workload import Ints as NodeInts
@@ -161,24 +162,34 @@ class PlannedNode(Node):
             self._due = True
             self._tick_s = min(LAST_TICK_S, 2.0 * self._tick_s)
 
+    def came(self, call: int, now: float) -> None:
+        request = self._requests[call] = self._tables.request(call, now)
+        self._latest[request.context] = call
+        self._brain.on_request(request)
+        self._tips[request.context] = request.tip
+        self._live.add(request.context)
+        for cache in self._caches.values():
+            cache.follow(request.context, request.tip, now)
+
+    def waits(self, call: int, now: float) -> None:
+        self._rank_queue()
+        self._due = True
+
     def load(self, call: int, now: float) -> tuple[int, float]:
         caches = [self._caches[tier] for tier in self._order]
-        request = self._requests[call] = self._tables.request(call, now, caches[0])
-        here, ready = request.hit, now
+        request = self._requests[call]
+        here, ready = caches[0].held(request.tip), now
         for link, cache in zip(self._links, caches[1:], strict=True):
             there = cache.held(request.tip)
             if there > here:
                 ready = max(ready, link.demand(there - here, now))
                 here = there
-        self._latest[request.context] = call
-        self._tips[request.context] = request.tip
-        self._live.add(request.context)
-        self._brain.on_request(request)
-        for cache in caches:
-            cache.follow(request.context, request.tip, now)
-        for level, (cache, policy) in enumerate(self._above()):
+        self._rank_queue()
+        self.take_room(request, now)
+        for level, cache in enumerate(caches[1:-1], 1):
             worth = self._brain.worth(request.context, now, level)
-            cache.request(call, request.tip, request.context, now, policy.scores, worth)
+            scores = self._policies[self._order[level]].scores
+            cache.request(call, request.tip, request.context, now, scores, worth)
         self._keep_a_copy(request.context, request.tip)
         self._tick_s = FIRST_TICK_S
         self._later(now + FIRST_TICK_S)
@@ -195,12 +206,6 @@ class PlannedNode(Node):
             cache.end(call, request.tip, reply.tip, context, now, policy.scores, worth)
         if latest:
             caches[-1].follow(request.context, reply.tip, now)
-            # The engine still has all of it: what was not worth a place while it ran may be now.
-            depth = self._workload.depth(reply.tip)
-            worth = self._brain.worth(request.context, now, 0)
-            caches[0].bring(
-                request.context, reply.tip, depth, now, self._policies[self._order[0]].scores, worth
-            )
             self._tips[request.context] = reply.tip
             self._keep_a_copy(request.context, reply.tip)
         self._unfinished -= 1
@@ -215,6 +220,9 @@ class PlannedNode(Node):
             for cache in self._caches.values():
                 cache.release(said.context)
         self._due, self._tick_s = True, FIRST_TICK_S
+
+    def _rank_queue(self) -> None:
+        self._brain.next_up([self._requests[call].context for call in self._queue])
 
     # ------------------------------------------------------------ plans
 

@@ -33,7 +33,7 @@ from kvpilot.domain import SignalKind, Tier
 from kvpilot.replay.plan import Hints
 from kvpilot.sim.hardware import Hardware
 from kvpilot.sim.one_tier import Scenario
-from kvpilot.sim.tiers import Engine, Step
+from kvpilot.sim.serving import Engine, Step
 from kvpilot.sim.view import SeenSignal
 from kvpilot.sim.workload import Floats, Ints, Workload
 from kvpilot.traces import Overlay

@@ -50,7 +50,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the policy sees it. ``hit`` of its ``prompt`` chunks are resident; ``tip`` is its last node.
+    """A request as the policy sees it: ``prompt`` chunks, ``tip`` is the last node.
 
     System prompt and tools fill the first ``head`` of them; ``added`` are the messages behind the part that the
     conversation's prompt before had."""
@@ -62,7 +62,6 @@ class Request:
     parent: int
     tip: int
     prompt: int
-    hit: int
     head: int
     tokens: int
     added: tuple[TraceMessage, ...]
