@@ -43,22 +43,22 @@ class _Clairvoyant(Engine):
                 self._late = np.maximum(self._late, _lateness(workload.begin, earliest, took))
             self._hits = hits
         self._read_chunks_per_s = hardware.stores[0].read_bytes_per_s / self._chunk_bytes
-        self._room = 0
+        self._room = 0.0
         """Chunks of the device that were not in use until the latest end …"""
         self._missed: dict[int, int] = {}
         """… and what of their hits was not in use either, by calls that waited then."""
 
     def replied(self, call: int, now: float) -> None:
         if self._queue:
-            self._room = max(0, self._device_chunks - self._in_use.chunks)
+            self._room = max(0.0, self._device_chunks - self._in_use.chunks)
             self._missed = {waiting: self._not_in_use(waiting) for waiting in self._queue}
 
     def load(self, call: int, now: float) -> tuple[int, float]:
         ready = float(self._came[call] + self._late[call])
         missed = self._missed.pop(call, 0)
         if missed:
-            ready = max(ready, now + max(0, missed - self._room) / self._read_chunks_per_s)
-            self._room = max(0, self._room - missed)
+            ready = max(ready, now + max(0.0, missed - self._room) / self._read_chunks_per_s)
+            self._room = max(0.0, self._room - missed)
         return int(self._hits[call]), max(now, ready)
 
     def _not_in_use(self, call: int) -> int:
