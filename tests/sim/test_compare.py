@@ -84,6 +84,7 @@ def test_a_profile_tells_times_to_first_token(trace: Path, tmp_path: Path) -> No
     assert {policy for _, policy, _ in rows} == {"lru", "references", "clairvoyant"}
     for (_, policy, _), row in rows.items():
         assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
+        assert 0 <= row["waited_mean"] < row["ttft_mean"]
         assert set(row["bytes_written"]) == (set() if policy == "clairvoyant" else {"device", "host", "disk"})
     assert rows[1, "clairvoyant", "none"]["ttft_mean"] < rows[1, "lru", "none"]["ttft_mean"]
     pytest.importorskip("matplotlib")

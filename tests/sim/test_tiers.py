@@ -82,6 +82,7 @@ def test_a_request_waits_for_room_to_the_end_of_others_then_its_turn_comes() -> 
     calls = agents((0.0, "a", 4), (1.0, "b", 4), (2.0, "c", 1))
     assert lru(calls, 9, slow).ttft.tolist() == [16.0, 16.0 - 1.0 + 16.0, 32.0 - 2.0 + 4.0]
     assert lru(calls, 7, slow).ttft.tolist() == [16.0, 116.0 - 1.0 + 16.0, 132.0 - 2.0 + 4.0]
+    assert lru(calls, 7, slow).waited.tolist() == [0.0, 116.0 - 1.0, 116.0 - 2.0]
     assert clairvoyant(calls, slow, 7).ttft.tolist() == lru(calls, 7, slow).ttft.tolist()
 
 

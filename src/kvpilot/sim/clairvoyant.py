@@ -22,7 +22,7 @@ def clairvoyant(scenario: Scenario, hardware: Hardware, device_chunks: int) -> T
     """The bound described above. What it holds and writes is not told."""
     engine = _Clairvoyant(scenario, hardware, device_chunks)
     engine.run()
-    return TieredOutcome(engine.ttft, engine.found, {}, {}, {})
+    return TieredOutcome(engine.ttft, engine.waited, engine.found, {}, {}, {})
 
 
 class _Clairvoyant(Engine):

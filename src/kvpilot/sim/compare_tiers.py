@@ -26,7 +26,10 @@ LEAST_SHARE = 0.01
 
 
 class TierRow(msgspec.Struct, frozen=True):
-    """One policy at one pressure on the device tier. Times in seconds, bytes by tier (none for the clairvoyant)."""
+    """One policy at one pressure on the device tier. Times in seconds, bytes by tier (none for the clairvoyant).
+
+    ``waited_mean``: what requests waited for room in the device, part of their time to first token. Where that is most
+    of it too many run at once: whose turn it is then hangs on moments, and so do differences of some per cent."""
 
     source: str
     pressure: float
@@ -38,6 +41,7 @@ class TierRow(msgspec.Struct, frozen=True):
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
+    waited_mean: float
     gap_closed: float | None
     gap_closed_p90: float | None
     bytes_held: dict[str, dict[str, float]]
@@ -92,6 +96,7 @@ def _rows(
             ttft_p50=p50,
             ttft_p90=p90,
             ttft_p99=p99,
+            waited_mean=float(outcome.waited.mean()),
             gap_closed=_closed(outcome, lru, bound, np.mean),
             gap_closed_p90=_closed(outcome, lru, bound, lambda times: np.percentile(times, 90)),
             bytes_held={

@@ -56,6 +56,7 @@ class Engine:
         self._steps: list[tuple[float, Step, int]] = []
         """(time, what, index of the call or signal)"""
         self.ttft = np.zeros(self._workload.calls)
+        self.waited = np.zeros(self._workload.calls)
         self.found = np.zeros(self._workload.calls, dtype=np.int32)
 
     def run(self) -> None:
@@ -120,6 +121,7 @@ class Engine:
         while self._queue and self._has_room(self._queue[0]):
             call = self._queue.popleft()
             self._in_use.begin(int(self._workload.context_tip[call]))
+            self.waited[call] = now - self._came[call]
             self.found[call], ready = self.load(call, now)
             self.at(ready, Step.READY, call)
 

@@ -25,9 +25,11 @@ from kvpilot.sim.workload import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class TieredOutcome:
-    """``ttft``: by call, seconds. ``found``: by call, leading chunks that some tier had. The others by tier, chunks."""
+    """``ttft``: by call, seconds; ``waited`` of it for room in the device. ``found``: by call, leading chunks that some
+    tier had. The others by tier, chunks."""
 
     ttft: Floats
+    waited: Floats
     found: Ints
     held_mean: dict[Tier, float]
     held_peak: dict[Tier, int]
@@ -87,6 +89,7 @@ class Node(Engine):
     def outcome(self) -> TieredOutcome:
         return TieredOutcome(
             ttft=self.ttft,
+            waited=self.waited,
             found=self.found,
             held_mean={tier: level.mean for tier, level in self._levels.items()},
             held_peak={tier: level.peak for tier, level in self._levels.items()},
