@@ -1,8 +1,9 @@
 """How long a decision takes with very many sessions: ``kvpilot bench plan``.
 
 Sessions of many tenants share system prompts and tools, each with a context of its own behind; disk holds all, host
-memory a part. In each step some sessions call and others get their reply; then the planner decides, from forecasts to
-moves, and the moves are carried out. A *reference* is a chunk of a session's context; chunks of one run are one row.
+memory a part. In each step some sessions call, others get their reply, a few end and others begin; then the planner
+decides, from forecasts to moves, and the moves are carried out. A *reference* is a chunk of a session's context; chunks
+of one run are one row.
 Waits are drawn from kinds, as the curves of a hundred thousand sessions are learned elsewhere
 (:class:`~kvpilot.forecast.waits.Waits`), and are looked up as in production.
 """
@@ -22,6 +23,7 @@ from kvpilot.forecast import prior
 from kvpilot.forecast.features import Pause, pause_features
 from kvpilot.forecast.waits import Waits
 from kvpilot.plan.holdings import NOTHING, Holdings
+from kvpilot.plan.layout import Layout
 from kvpilot.plan.placement import Move, MoveKind, TierLimits, plan
 
 _SYSTEM, _TOOLS = 40, 20
@@ -31,6 +33,8 @@ _KINDS = 10
 _HOST_SHARE = 0.2
 _CHANGES = 20
 """Sessions that call, and that get their reply, between two decisions."""
+_ENDS = 2
+"""Sessions that end, and that begin, between two decisions."""
 _STEP_S = 0.05
 _WARM_UP = 10
 """Decisions that are not counted: the first fills host memory and looks every session up."""
@@ -64,7 +68,7 @@ def run_bench(
         "moves": moved,
         "wall_ms": _percentiles(wall),
         "cpu_ms": _percentiles(cpu),
-        "columns_mb": round(world.holdings.nbytes / 1e6),
+        "columns_mb": round((world.holdings.nbytes + world.layout.nbytes) / 1e6),
         "memory_mb": round((psutil.Process().memory_info().rss - before) / 1e6),
     }
 
@@ -73,12 +77,13 @@ class _World:
     def __init__(self, sessions: int, references: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._now = 1e6
-        self.holdings = Holdings((Tier.HOST, Tier.DISK))
+        self.holdings = Holdings()
+        self.layout = Layout(self.holdings, (Tier.HOST, Tier.DISK))
         self._waits = Waits(prior.pauses())
-        own = max(1, references // sessions - _SYSTEM - _TOOLS)
-        sizes = np.maximum(1, self._random.poisson(own, sessions))
-        self.references = int(sizes.sum()) + sessions * (_SYSTEM + _TOOLS)
+        self._own = max(1, references // sessions - _SYSTEM - _TOOLS)
         self._kinds = [self._features(tool) for tool in _TOOLS_RUN]
+        self._tools: list[int] = []
+        """Runs that sessions of one kind have in common."""
         tools = NOTHING
         tenant, system = -1, NOTHING
         for session in range(sessions):
@@ -87,12 +92,13 @@ class _World:
                 system = self._add(NOTHING, _SYSTEM, tenant)
             if session % _SESSIONS_OF_KIND == 0:
                 tools = self._add(system, _TOOLS, tenant)
-            run = self._add(tools, int(sizes[session]), tenant)
-            self.holdings.rest(session, run)
-            self.holdings.kept[session] = session % 20 == 0
-            self._wait(session, self._now - float(self._random.exponential(200.0)))
+                self._tools.append(tools)
+            self._begin(session, tools, self._now - float(self._random.exponential(200.0)))
         self._waits.tick(self._now)
-        total = int(self.holdings.chunks.sum())
+        chunks = self.holdings.chunks
+        own = int(chunks[self.holdings.rests_on[:sessions]].sum())
+        self.references = own + sessions * (_SYSTEM + _TOOLS)
+        total = int(chunks.sum())
         self._limits = (
             TierLimits(int(_HOST_SHARE * total), 40_000.0, drop_above=0.95, drop_to=0.9),
             TierLimits(2 * total, 4_000.0),
@@ -100,32 +106,48 @@ class _World:
         self._running: list[int] = []
 
     def step(self) -> None:
-        """Some sessions call, others get their reply."""
+        """Some sessions call, others get their reply; some end, others begin."""
         self._now += _STEP_S
         self._waits.tick(self._now)
         for session in self._running:
-            self.holdings.finish(int(self.holdings.rests_on[session]))
+            self.holdings.finish(session)
             self._wait(session, self._now)
-        self._running = self._random.choice(self.holdings.contexts, _CHANGES, replace=False).tolist()
+        chosen = self._random.choice(self.holdings.contexts, _CHANGES + _ENDS, replace=False).tolist()
+        self._running, ending = chosen[_ENDS:], chosen[:_ENDS]
         for session in self._running:
             run = int(self.holdings.rests_on[session])
             self._waits.end(session, self._now)
-            self.holdings.begin(run)
+            self.holdings.begin(session)
             self.holdings.resize(run, int(self.holdings.chunks[run]) + 1)
-            for tier in self.holdings.tiers:
+            for tier in self.layout.tiers:
                 for each in self.holdings.path(run):
-                    self.holdings.lies(each, tier, int(self.holdings.chunks[each]))
+                    self.layout.lies(each, tier, int(self.holdings.chunks[each]))
+        for session in ending:
+            run = int(self.holdings.rests_on[session])
+            self._waits.drop(session)
+            self.holdings.release(session)
+            self.holdings.remove(run)
+            self._begin(session, int(self._random.choice(self._tools)), self._now)
 
     def decide(self) -> list[Move]:
-        return plan(self.holdings, self._waits.worths(self._now), self._limits, self._now)
+        changed = self._waits.changed(self._now)
+        self.holdings.foresee(changed, self._waits.worths_of(changed))
+        return plan(self.layout, self._limits, self._now)
 
     def carry_out(self, moves: list[Move]) -> None:
         for move in moves:
-            self.holdings.lies(move.run, move.tier, move.first if move.kind is MoveKind.DROP else move.end)
+            self.layout.lies(move.run, move.tier, move.first if move.kind is MoveKind.DROP else move.end)
+
+    def _begin(self, session: int, tools: int, since: float) -> None:
+        size = max(1, int(self._random.poisson(self._own)))
+        run = self._add(tools, size, int(self.holdings.tenant[tools]))
+        self.holdings.rest(session, run)
+        self.holdings.wish(session, kept=session % 20 == 0)
+        self._wait(session, since)
 
     def _add(self, above: int, chunks: int, tenant: int) -> int:
         run = self.holdings.add(above, chunks, tenant)
-        self.holdings.lies(run, Tier.DISK, chunks)
+        self.layout.lies(run, Tier.DISK, chunks)
         return run
 
     def _wait(self, session: int, since: float) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from kvpilot.coordinator.actions import Work
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.domain import ActionKind, Space, Tier, TierUsage
-from kvpilot.plan.exchange import Floats
 from kvpilot.plan.holdings import Holdings
+from kvpilot.plan.layout import Layout
 from kvpilot.plan.placement import Move, MoveKind, PlacementSettings, TierLimits, plan
 from kvpilot.sessions.book import Session, Thread
 
@@ -76,7 +76,8 @@ class Picture:
         are left alone."""
         self._chunk_bytes = chunk_bytes
         self._service, self._now, self._settings = service, now, settings
-        self._holdings = Holdings((Tier.HOST, Tier.DISK))
+        self._holdings = Holdings()
+        self._layout = Layout(self._holdings, (Tier.HOST, Tier.DISK))
         self._runs, self._tips = service.references.runs()
         self._holders: dict[int, set[str]] = {}
         self._arriving = 0
@@ -86,13 +87,15 @@ class Picture:
         self._threads: list[Thread] = []
         self._fill_runs()
         self._in_host = {
-            owner: any(self._holdings.here[0, row] for row in self._holdings.path(tip))
+            owner: any(self._layout.here[0, row] for row in self._holdings.path(tip))
             for owner, tip in self._tips.items()
         }
         for session, thread in service.book.threads():
             if thread.owner in self._tips:
                 self._add(session, thread, thread.owner in recent)
                 self._threads.append(thread)
+        worths = service.forecasts.worths(now)
+        self._holdings.foresee(np.arange(len(worths)), worths)
 
     # ------------------------------------------------------------ what is asked of it
 
@@ -111,18 +114,19 @@ class Picture:
             out = self._orphans(surplus)
             used -= sum(decision.chunks for decision in out)
         limits = self._limits(capacity, used, size, over=over)
-        worths = self._service.forecasts.worths(self._now)
-        moves = plan(self._holdings, worths, limits, self._now, self._settings.placement)
+        moves = plan(self._layout, limits, self._now, self._settings.placement)
         loads = [move for move in moves if move.kind is MoveKind.LOAD]
         out += [*self._demotions(moves), *self._prefetches(loads)]
-        return out + self._on_device(worths, size) if self._device else out
+        return out + self._on_device(size) if self._device else out
 
-    def _on_device(self, worths: Floats, chunk_bytes: int) -> list[Decision]:
+    def _on_device(self, chunk_bytes: int) -> list[Decision]:
         """The same plan one tier higher: what lies in host memory and returns soon goes into the engine's pool. There
         nothing is dropped to make room, the engine reuses what it needs by itself."""
         service = self._service
-        here, busy = np.zeros_like(self._holdings.here), self._holdings.running > 0
-        here[1] = self._holdings.here[0]
+        device = Layout(self._holdings, (Tier.DEVICE, Tier.HOST))
+        for row in range(self._holdings.runs):
+            device.lies(row, Tier.HOST, int(self._layout.here[0, row]))
+            device.mark(row, bool(self._holdings.running[row]))
         # What no run has takes room, too: prompts under way, and the contexts' ends, which fill no chunk.
         others = service.mapper.coming()
         for thread in self._threads:
@@ -130,11 +134,11 @@ class Picture:
             left, end = divmod(service.device.resident(thread), service.backend.chunk_size)
             others += end
             for row in rows:
-                here[0, row] = max(here[0, row], min(left, len(self._runs[row].chunks)))
+                device.lies(row, Tier.DEVICE, max(int(device.here[0, row]), left))
                 left = max(0, left - len(self._runs[row].chunks))
             if service.tasks.busy(thread.owner) or service.device.resting(thread):
-                busy[rows] = True
-        holdings = self._holdings.elsewhere((Tier.DEVICE, Tier.HOST), here, busy)
+                for row in rows:
+                    device.mark(row, True)
         pool = TierLimits(
             capacity=max(0, service.device.pool_tokens - others) // service.backend.chunk_size,
             read_chunks_per_s=UNBOUNDED,
@@ -143,7 +147,7 @@ class Picture:
         speed = self._settings.device_bytes_per_s / chunk_bytes
         limits = [pool, TierLimits(capacity=UNBOUNDED, read_chunks_per_s=speed, managed=False)]
         placement = self._settings.placement
-        moves = plan(holdings, worths, limits, self._now, replace(placement, least_load=placement.spared))
+        moves = plan(device, limits, self._now, replace(placement, least_load=placement.spared))
         loads = [move for move in moves if move.kind is MoveKind.LOAD]
         if not loads:  # Room without anybody to take it is of no use there.
             return []
@@ -165,38 +169,35 @@ class Picture:
         for run in self._runs:
             row = self._holdings.add(run.above, len(run.chunks))
             host = residency.prefix(run.space, run.chunks, Tier.HOST)
-            self._holdings.lies(row, Tier.HOST, host)
+            self._layout.lies(row, Tier.HOST, host)
             # A chunk that is only above counts as one below too: what is behind it can be loaded all the same.
             rest = run.chunks[host:]
             below = host + residency.prefix(run.space, rest) if sure and rest else len(run.chunks)
-            self._holdings.lies(row, Tier.DISK, below)
+            self._layout.lies(row, Tier.DISK, below)
 
     def _add(self, session: Session, thread: Thread, recent: bool) -> None:
         service, holdings, tip = self._service, self._holdings, self._tips[thread.owner]
         context = service.forecasts.number(thread.owner)
         holdings.rest(context, tip)
-        holdings.kept[context] = thread.keep_until > self._now
-        holdings.priority[context] = thread.priority
+        holdings.wish(context, thread.keep_until > self._now, thread.priority)
         if session.expected_at is not None and service.forecasts.of(thread.owner, self._now) is None:
-            holdings.due[context] = session.expected_at
+            holdings.announce(context, session.expected_at)
         if thread.in_flight:
-            holdings.begin(tip)
+            holdings.begin(context)
+        holdings.decline(context, service.sent_down.get(thread.owner) == thread.turns)
         tenant = self._tenants.setdefault(session.tenant, len(self._tenants))
-        stays_down = service.sent_down.get(thread.owner) == thread.turns
         busy = recent or service.tasks.busy(thread.owner)
         for row in holdings.path(tip):
             self._holders.setdefault(row, set()).add(thread.owner)
-            holdings.tenant[row] = tenant
-            if stays_down:  # nothing of it to bring
-                holdings.lies(row, Tier.DISK, int(holdings.here[0, row]))
-            if busy and not holdings.busy[row]:
-                holdings.busy[row] = True
+            holdings.belongs(row, tenant)
+            if busy and not self._layout.busy[row]:
+                self._layout.mark(row, True)
                 if session.expected_at is not None and not thread.in_flight:
-                    self._arriving += int(holdings.here[1, row] - holdings.here[0, row])
+                    self._arriving += int(self._layout.here[1, row] - self._layout.here[0, row])
 
     def _limits(self, capacity: int, used: int, chunk_bytes: int, *, over: bool) -> list[TierLimits]:
         # What is in host memory besides the runs (behind holes, or being loaded) takes its part of every share.
-        others = max(0, used - self._holdings.used(0)) + self._arriving
+        others = max(0, used - int(self._layout.used[0])) + self._arriving
 
         def share(of_capacity: float) -> float:
             return max(0.0, of_capacity - others / capacity)
@@ -264,7 +265,7 @@ class Picture:
     def _prefetches(self, loads: list[Move], tier: Tier = Tier.HOST) -> list[Decision]:
         """For each run the head of one context up to its end; runs on one context's way are one prefetch."""
         out: dict[str, Decision] = {}
-        deepest = sorted(range(len(loads)), key=lambda at: -int(self._holdings.depth[loads[at].run]))
+        deepest = sorted(range(len(loads)), key=lambda at: -int(self._holdings.end[loads[at].run]))
         covered: dict[int, str] = {}
         for at in deepest:
             move = loads[at]

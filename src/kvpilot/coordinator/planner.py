@@ -153,8 +153,10 @@ class Planner:
     def _carry_out_on_device(self, decision: Decision) -> list[ActionRecord]:
         """What makes way is only told to the engine: it reuses in its own order."""
         if decision.kind is ActionKind.PREFETCH:
-            return [self._service.begin_device_prefetch(decision.work, decision.chunks, decision.reason)]
-        self._service.make_way_on_device(decision.group, decision.work.chunks[0])
+            return [
+                self._service.device_moves.begin_prefetch(decision.work, decision.chunks, decision.reason)
+            ]
+        self._service.device_moves.make_way(decision.group, decision.work.chunks[0])
         return []
 
     def _forget_old(self, now: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvpilot.backends.base import Backend, BackendError
+from kvpilot.backends.base import Backend
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.segments import Segmenter
 from kvpilot.coordinator.actions import ActionLog, Deferral, Work
@@ -22,6 +22,7 @@ from kvpilot.coordinator.asking import Render
 from kvpilot.coordinator.awaited import AwaitedTokens
 from kvpilot.coordinator.commands import Missing, Resolver, Target, disjoint, evictable, exclusively_held
 from kvpilot.coordinator.device import Device, Plugin
+from kvpilot.coordinator.device_moves import DeviceMoves
 from kvpilot.coordinator.executor import Executor
 from kvpilot.coordinator.forecasts import Forecasts
 from kvpilot.coordinator.hindsight import Hindsight
@@ -70,9 +71,6 @@ ANNOUNCEMENTS: dict[ActionKind, SignalKind] = {
 
 UNSETTLED = "a request of the session is running, or its tokens are still asked for"
 WENT_ON = "the session went on before its running request had ended"
-
-DEVICE_PREFETCH_S = 30.0
-"""How long it is waited for, the engine's busy times included; the engine goes on with it by itself."""
 
 TREE_SIGNALS = (SignalKind.END, SignalKind.SUSPEND, SignalKind.RESUME)
 """What is true of a session's children too when it is said of the session."""
@@ -144,6 +142,16 @@ class CoordinatorService:
         )
         self.device = Device(plugin, residency, self.references, clock)
         self.tasks = ActionTasks()
+        self.device_moves = DeviceMoves(
+            self.device,
+            book=self.book,
+            references=self.references,
+            forecasts=self.forecasts,
+            actions=self.actions,
+            tasks=self.tasks,
+            chunk_size=backend.chunk_size,
+            clock=clock,
+        )
         self.awaited = AwaitedTokens(
             render,
             settings.request_timeout_s,
@@ -417,7 +425,7 @@ class CoordinatorService:
         for work in works:
             if (thread := self.book.thread(work.owner) if work.owner else None) is not None:
                 self.sent_down[thread.owner] = thread.turns
-                self._send_down(thread, None if target.whole else work.chunks[0])
+                self.device_moves.send_down(thread, None if target.whole else work.chunks[0])
         late = {t.owner: t for t in target.threads if target.whole and t.unsettled}
         group = frozenset([*(work.owner for work in works if work.owner is not None), *late])
         now = [work for work in disjoint(works) if work.owner not in late]
@@ -535,59 +543,6 @@ class CoordinatorService:
             self.executor.prefetch(record.id, head, self.references.tokens(work.owner)), [work.owner]
         )
         return record
-
-    # ------------------------------------------------------------ the device pool
-
-    def _send_down(self, thread: Thread, chunk: bytes | None) -> None:
-        """The engine reuses first what the thread has in its pool from this chunk on (None: all of its session)."""
-        if chunk is None:
-            self.device.sent_down(thread.session[1], thread.space)
-        elif thread.owner in self.references and chunk in (chunks := self.references.chunks(thread.owner)):
-            start, tokens = (
-                chunks.index(chunk) * self.backend.chunk_size,
-                self.references.tokens(thread.owner),
-            )
-            self.device.sent_down(thread.session[1], thread.space, tokens, start)
-
-    def make_way_on_device(self, owners: Iterable[str], chunk: bytes) -> None:
-        """What lies in the pool from this chunk on makes way for what returns sooner."""
-        for owner in owners:
-            if (thread := self.book.thread(owner)) is not None and not thread.in_flight:
-                self._send_down(thread, chunk)
-
-    def begin_device_prefetch(self, work: Work, planned: int, reason: str) -> ActionRecord:
-        """Bring the owner's context up to the last chunk of ``work`` from host memory into the engine's pool."""
-        thread = self.book.thread(work.owner) if work.owner else None
-        if thread is None or thread.owner not in self.references:
-            why = "no context with these chunks is known"
-            return self._final(ActionKind.PREFETCH, "", None, "plan", OutcomeStatus.MISSING, why)
-        tenant, session = thread.session
-        # Not kept for a restart: the engine's pool is another one by then.
-        record = self._open(ActionKind.PREFETCH, tenant, session, "plan", planned, reason=reason)
-        self.tasks.start(self._bring_to_device(record, work, thread), [thread.owner])
-        return record
-
-    async def _bring_to_device(self, record: ActionRecord, work: Work, thread: Thread) -> None:
-        size = self.backend.chunk_size
-        tokens = self.references.tokens(thread.owner)[: len(work.chunks) * size]
-        forecast = self.forecasts.of(thread.owner, self.clock())
-        eta_s = forecast.quantile(0.5) if forecast is not None else None
-        try:
-            outcome = await self.device.prefetch(thread.session[1], thread, tokens, eta_s, DEVICE_PREFETCH_S)
-        except BackendError as error:
-            self._abandon(record, OutcomeStatus.FAILED, str(error))
-            return
-        state = self.device.state
-        there = outcome.confirmed * (state.block_tokens if state is not None else 0) // size
-        self.actions.update(
-            record.id,
-            status=outcome.status,
-            reason=outcome.reason or record.reason,
-            confirmed=max(0, there - (len(work.chunks) - record.planned)),
-            skipped=len(work.chunks) - record.planned,
-            tiers={Tier.DEVICE.value: there},
-            finished_at=self.clock(),
-        )
 
     # ------------------------------------------------------------ restart
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvpilot.domain import SignalKind, ToolFacts
 from kvpilot.forecast import prior
@@ -88,6 +89,8 @@ class Forecaster:
         self._aside: dict[int, StoredWait] = {}
         """What was waited for at first, where hints have told more since: learned from when the pause has ended."""
         self._running = np.zeros(64, dtype=bool)
+        self._turned = np.zeros(64, dtype=bool)
+        """Owners that began or ceased to run, until :meth:`news` told of it."""
 
     # ------------------------------------------------------------ what happens
 
@@ -189,7 +192,7 @@ class Forecaster:
         self.cycles.drop(owner)
         self._rhythms.pop(owner, None)
         if owner < len(self._running):
-            self._running[owner] = False
+            self._running[owner], self._turned[owner] = False, True
 
     def tick(self, now: float) -> None:
         """Learn from waits that go on; to be called now and then where nothing happens."""
@@ -210,6 +213,17 @@ class Forecaster:
         n = len(self._running)
         pauses, cycles = (_padded(w.worths(now, horizon), n) for w in (self.pauses, self.cycles))
         return np.where(self._running, cycles, pauses)
+
+    def news(self, now: float) -> tuple[npt.NDArray[np.intp], Floats]:
+        """Owners whose worth may be another one than when this was asked last, ascending [n], and their worths [n]: for
+        one who follows them all, O(n) where ``worths`` looks at everybody."""
+        changed = (self.pauses.changed(now), self.cycles.changed(now), np.flatnonzero(self._turned))
+        self._turned[changed[-1]] = False
+        owners = np.unique(np.concatenate(changed))
+        running = np.zeros(len(owners), dtype=bool)
+        known = owners < len(self._running)
+        running[known] = self._running[owners[known]]
+        return owners, np.where(running, self.cycles.worths_of(owners), self.pauses.worths_of(owners))
 
     def worth(self, owner: int, now: float, horizon: int = 0) -> float:
         """``worths`` of one owner."""
@@ -282,7 +296,8 @@ class Forecaster:
         if owner >= len(self._running):
             more = max(len(self._running), owner + 1 - len(self._running))
             self._running = np.concatenate((self._running, np.zeros(more, dtype=bool)))
-        self._running[owner] = rhythm.running > 0
+            self._turned = np.concatenate((self._turned, np.zeros(more, dtype=bool)))
+        self._running[owner], self._turned[owner] = rhythm.running > 0, True
 
 
 def _padded(values: Floats, n: int) -> Floats:

@@ -55,6 +55,8 @@ class Waits:
         self._current = np.zeros((len(self._horizons), 64))
         self._until = np.zeros(64)
         """By owner: worth now, and until when that is so."""
+        self._changed = np.zeros(64, dtype=bool)
+        """By owner: whether :meth:`changed` has to tell of it."""
         self._now = 0.0
         self._open: dict[int, Open] = {}
         self._due: list[tuple[float, int, float, int]] = []
@@ -67,6 +69,7 @@ class Waits:
             self._survival = np.concatenate((self._survival, np.zeros_like(self._survival)))
             self._current = np.concatenate((self._current, np.zeros_like(self._current)), axis=1)
             self._until = np.concatenate((self._until, np.zeros_like(self._until)))
+            self._changed = np.concatenate((self._changed, np.zeros_like(self._changed)))
         found = curve(self.model.hazards(features))
         self._since[owner] = now
         np.subtract(1.0, found.cdf, out=self._survival[owner])
@@ -93,6 +96,7 @@ class Waits:
         if self._open.pop(owner, None) is not None:
             self._survival[owner] = self._current[:, owner] = 0.0
             self._until[owner] = np.inf
+            self._changed[owner] = True
 
     def tick(self, now: float) -> None:
         """Learn from waits that go on. Call it as time passes, O(waits that have reached a milestone)."""
@@ -134,18 +138,37 @@ class Waits:
         Worth is constant within a bin of :mod:`kvpilot.forecast.bins`, so only those are looked at whose bin has
         ended, or whose wait has not begun. O(owners), O(BINS) for each of those.
         """
-        changed = np.flatnonzero(self._until <= now) if now >= self._now else np.arange(len(self._until))
-        self._now = now
-        if len(changed):
-            self._look(changed, now)
+        self._refresh(now)
         found: Floats = self._current[horizon].copy()
+        return found
+
+    def changed(self, now: float) -> npt.NDArray[np.intp]:
+        """Owners whose worth may be another one than when this was asked last, ascending: for one who follows them
+        all. O(owners) in looking through two columns only, O(BINS) for each of those."""
+        self._refresh(now)
+        found = np.flatnonzero(self._changed)
+        self._changed[found] = False
+        return found
+
+    def worths_of(self, owners: npt.NDArray[np.intp], horizon: int = 0) -> Floats:
+        """[n] worths of ``owners`` [n] as they were looked up last; 0 for unknown ones."""
+        known = owners < len(self._until)
+        found = np.zeros(len(owners))
+        found[known] = self._current[horizon, owners[known]]
         return found
 
     def changes(self, now: float) -> float:
         """When the next worth is another one if nothing happens: a bin of some wait ends then. Infinity: never."""
         return float(self._until.min(where=self._until > now, initial=np.inf))
 
+    def _refresh(self, now: float) -> None:
+        ended = np.flatnonzero(self._until <= now) if now >= self._now else np.arange(len(self._until))
+        self._now = now
+        if len(ended):
+            self._look(ended, now)
+
     def _look(self, owners: npt.NDArray[np.intp], now: float) -> None:
+        self._changed[owners] = True
         look = self.model.kernels.look
         look(owners, now, self._horizons, self._since, self._survival, self._current, self._until)
 

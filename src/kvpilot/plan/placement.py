@@ -7,18 +7,22 @@ lies on top. From that follow
 
 * **load** (prefetch): what lies below and is worth more than the least that lies above, by a margin; soonest expected
   first over each link, no more than the link moves within ``ahead_s``, so that what is overtaken is simply not in the
-  next plan (:func:`overtaken` names loads under way that are not worth their room any more);
+  next plan;
 * **drop**: what makes way, tail first: at once where a copy is readable below or it is forecast dead, else only after
 * **write**, to the tier below: only of what is forecast to be used again (superseded KV and a scan that nobody comes
   back to are never written), and only where it is worth more than what it displaces there.
 
 A demotion is a write and, once the cache layer confirms it, a drop. Nothing is dropped that a running request uses;
-no tier is filled beyond its capacity, no tenant beyond its budget. O(runs · depth + moves · log moves) with arrays,
-measured by ``kvpilot bench plan``.
+no tier is filled beyond its capacity, no tenant beyond its budget.
+
+A decision costs what has changed since the last one, not what there is: O((contexts changed + wishes) · runs of a
+context + runs looked at to move), the sort of the latter included, and a look through a few columns of bits, measured
+by ``kvpilot bench plan``. :class:`~kvpilot.plan.layout.Layout` has the rest of what is needed in order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,8 +30,9 @@ from enum import StrEnum
 import numpy as np
 
 from kvpilot.domain import Tier
-from kvpilot.plan.exchange import Floats, Ints, Rows, entering, exchange, first_rows, leaving
+from kvpilot.plan.exchange import Ints, Rows, entering, exchange, leaving
 from kvpilot.plan.holdings import NOTHING, Bools, Holdings
+from kvpilot.plan.layout import Layout
 
 
 class MoveKind(StrEnum):
@@ -103,24 +108,25 @@ class PlacementSettings:
 
 _FIRST_LOADS = 256
 """Runs looked at first for what to load: more than a link moves in the time that is planned for."""
+_NONE: Ints = np.empty(0, dtype=np.int64)
 _PRIORITY_WORTH = 2.0**-30
 """Of a step of priority: below every worth that means something, so that it decides between equals only."""
 
 
 def plan(
-    holdings: Holdings,
-    worth: Floats,
+    layout: Layout,
     limits: Sequence[TierLimits],
     now: float,
     settings: PlacementSettings | None = None,
 ) -> list[Move]:
     """Moves in the order in which to make them: room first, then loads, soonest expected first.
 
-    ``worth`` [contexts or fewer] by context; ``limits`` [tiers]. The same state gives the same moves.
+    ``limits`` [tiers]. The same state gives the same moves, however it came about.
     """
     settings = settings or PlacementSettings()
-    values = holdings.joined(context_worths(holdings, worth, limits, now, settings))
-    planner = _Planner(holdings, values, limits, now, settings)
+    recount(layout.holdings, limits, now, settings)
+    layout.settle({tenant for limit in limits if limit.managed for tenant in limit.budgets})
+    planner = _Planner(layout, limits, now, settings)
     for tier, limit in enumerate(limits):
         if limit.managed:
             planner.tier(tier)
@@ -128,94 +134,76 @@ def plan(
     return [*planner.drops, *planner.writes, *planner.loads]
 
 
-def context_worths(
-    holdings: Holdings, worth: Floats, limits: Sequence[TierLimits], now: float, settings: PlacementSettings
-) -> Floats:
-    """By context [contexts]: the forecast's worth, corrected by what was announced and what clients wish."""
-    n = holdings.contexts
-    out = np.zeros(n)
-    out[: min(n, len(worth))] = worth[:n]
-    announced = np.flatnonzero(holdings.due[:n] > now - settings.overdue_s)
-    out[announced] = 1.0 / np.maximum(holdings.due[announced] - now, settings.lead_s)
-    heard = _heard(holdings, limits, settings)
-    kept = heard[holdings.kept[heard]]
+def recount(
+    holdings: Holdings, limits: Sequence[TierLimits], now: float, settings: PlacementSettings
+) -> None:
+    """Count contexts with the forecast's worth, corrected by what was announced and what clients wish. O(contexts of
+    which something has changed, or is wished or announced)."""
+    rows = holdings.to_count()
+    out, due = holdings.foreseen[rows], holdings.due[rows]
+    announced = np.flatnonzero(due > now - settings.overdue_s)
+    out[announced] = 1.0 / np.maximum(due[announced] - now, settings.lead_s)
+    heard = _heard(holdings, rows, limits, settings)
+    priority = holdings.priority[rows]
+    kept = heard & holdings.kept[rows]
     out[kept] = np.maximum(out[kept], settings.kept_worth)
-    out += 101 * _PRIORITY_WORTH
-    low = np.flatnonzero(holdings.priority[:n] < 0)
-    out[low] += _PRIORITY_WORTH * np.maximum(holdings.priority[low], -100)
-    high = heard[holdings.priority[heard] > 0]
-    out[high] += _PRIORITY_WORTH * np.minimum(holdings.priority[high], 100)
-    return out
+    counts = np.where(heard, priority, np.minimum(priority, 0))
+    out += _PRIORITY_WORTH * (101 + np.clip(counts, -100, 100))
+    holdings.count(rows, out)
 
 
-def overtaken(holdings: Holdings, values: Floats, tier: int, limit: TierLimits, margin: float) -> list[int]:
-    """Busy runs whose load into a tier should be given up: nobody holds them, or the room they need is taken by what
-    is worth more. ``values``: worth by run [runs]."""
-    n = holdings.runs
-    here = holdings.here[tier, :n]
-    loading = np.flatnonzero(holdings.busy[:n] & (here < holdings.chunks[:n]))
-    if not len(loading):
-        return []
-    full = int(here.sum()) >= int(limit.fill_to * limit.capacity)
-    loose = (here > 0) & ~holdings.busy[:n] & (holdings.running[:n] == 0)
-    least = float(values[loose].min(initial=np.inf)) if full else 0.0
-    return [int(run) for run in loading if values[run] == 0.0 or values[run] * (1.0 + margin) < least]
-
-
-def _heard(holdings: Holdings, limits: Sequence[TierLimits], settings: PlacementSettings) -> Ints:
-    """The contexts whose wishes (kept, a priority above 0) are heard: per tenant, highest priority first, while its
-    part of the tiers that are managed has room. O(contexts), and O(wishes · log wishes) for those who wish too much."""
-    n = holdings.contexts
-    rests = holdings.rests_on[:n]
-    wishing = np.flatnonzero((holdings.kept[:n] | (holdings.priority[:n] > 0)) & (rests != NOTHING))
+def _heard(
+    holdings: Holdings, rows: Ints, limits: Sequence[TierLimits], settings: PlacementSettings
+) -> Bools:
+    """[n] of which of the contexts ``rows`` [n], all that have any, wishes (kept, a priority above 0) are heard: per
+    tenant, highest priority first, while its part of the tiers that are managed has room. O(n), and O(wishes · log
+    wishes) for those who wish too much."""
+    rests = holdings.rests_on[rows]
+    out = (holdings.kept[rows] | (holdings.priority[rows] > 0)) & (rests != NOTHING)
+    wishing = np.flatnonzero(out)
     if not len(wishing):
-        return wishing
+        return out
     runs = rests[wishing]
     sizes, tenants = holdings.chunks[runs], holdings.tenant[runs]
     wished = np.bincount(tenants, weights=sizes)
     capacity = sum(limit.capacity for limit in limits if limit.managed)
     room = settings.kept_share * capacity / np.count_nonzero(np.bincount(tenants))
-    too_much = wished[tenants] > room
-    heard = [wishing[~too_much]]
-    for tenant in np.unique(tenants[too_much]).tolist():
+    for tenant in np.flatnonzero(wished > room).tolist():
         own = np.flatnonzero(tenants == tenant)
-        order = own[np.lexsort((wishing[own], -holdings.priority[wishing[own]]))]
-        heard.append(wishing[order[np.cumsum(sizes[order]) <= room]])
-    return np.concatenate(heard)
+        order = own[np.lexsort((rows[wishing[own]], -holdings.priority[rows[wishing[own]]]))]
+        out[wishing[order[np.cumsum(sizes[order]) > room]]] = False
+    return out
 
 
 class _Planner:
     """One plan under way. Of what it decides it keeps the books, so that later moves see earlier ones."""
 
     def __init__(
-        self,
-        holdings: Holdings,
-        values: Floats,
-        limits: Sequence[TierLimits],
-        now: float,
-        settings: PlacementSettings,
+        self, layout: Layout, limits: Sequence[TierLimits], now: float, settings: PlacementSettings
     ) -> None:
+        holdings = layout.holdings
         n = holdings.runs
-        self._holdings = holdings
-        self._values, self._limits, self._settings, self._now = values, limits, settings, now
-        self._tiers = holdings.tiers
-        self._above, self._depth, self._chunks = holdings.above[:n], holdings.depth[:n], holdings.chunks[:n]
-        self._tenant = holdings.tenant[:n]
-        # Besides what runs: what is copied stays where it is copied from.
-        self._still = (holdings.running[:n] > 0) | holdings.busy[:n]
-        self._busy = holdings.busy[:n]
-        self._here = holdings.here[:, :n].copy()
-        """[tiers, runs] once the drops so far are made."""
-        self._used = self._here.sum(axis=1)
+        self._layout, self._holdings = layout, holdings
+        self._values, self._above, self._end = holdings.worth, holdings.above, holdings.end
+        self._limits, self._settings, self._now = limits, settings, now
+        self._tiers = layout.tiers
+        self._busy = np.flatnonzero(layout.busy[:n])
+        # Columns of zeros: memory that is not touched costs nothing.
+        self._gone = np.zeros((len(limits), n), dtype=np.int64)
+        """[tiers, runs] chunks that the drops so far give up."""
+        self._copied: Bools = np.zeros(n, dtype=bool)
+        """[runs] whether it is copied: it stays where it is copied from."""
+        self._copies: list[int] = []
+        self._freed: Counter[tuple[int, int]] = Counter()
+        """By tier and tenant, chunks that the drops so far give up."""
+        self._used = layout.used.copy()
         self._coming = np.zeros(len(limits), dtype=np.int64)
         """[tiers] chunks that the writes so far bring."""
-        self._written: dict[tuple[int, int], int] = {}
-        """(tier, run) → chunks that leave it once they are written below."""
         self._stays: set[tuple[int, int]] = set()
-        """(tier, run) of what is in front of these."""
+        """(tier, run) of what is in front of what is written."""
         self._dropped: Bools = np.zeros(n, dtype=bool)
-        self._cut: Bools = np.zeros(n, dtype=bool)
-        """[runs] whether the last copy of some of its chunks is dropped."""
+        self._cut: list[int] = []
+        """Runs of some chunks of which the last copy is dropped."""
         self._link_free = [now] * len(limits)
         self.drops: list[Move] = []
         self.writes: list[Move] = []
@@ -225,9 +213,9 @@ class _Planner:
         """Makes room where a budget or the tier itself is exceeded, then exchanges."""
         limit, settings = self._limits[tier], self._settings
         for tenant, budget in limit.budgets.items():
-            excess = int(self._here[tier][self._tenant == tenant].sum()) - budget
+            excess = self._of_tenant(tier, tenant) - budget
             if excess > 0:
-                self._make_room(tier, excess, np.inf, "over the tenant's budget", self._tenant == tenant)
+                self._make_room(tier, excess, np.inf, "over the tenant's budget", tenant)
         surplus = int(self._used[tier]) - int(limit.drop_to * limit.capacity)
         if self._used[tier] > limit.drop_above * limit.capacity:
             self._make_room(tier, surplus, settings.spared, "the tier fills up")
@@ -245,119 +233,162 @@ class _Planner:
         return int(speed * self._settings.ahead_s) - sum(move.chunks for move in self.loads)
 
     def _exchange(self, tier: int, rows: Ints, missing: Ints, fill_to: float) -> None:
-        if not len(rows):
-            return
         most = self._most_loads(tier)
-        wanting = Rows(self._values[rows], missing, self._depth[rows])
-        held = Rows(self._values, self._loose(tier), self._depth)
-        room = max(0, self._room(tier, fill_to)) + int(self._used[tier])
-        found = exchange(wanting, held, room - int(self._used[tier]), self._settings.margin, most)
-        for run, chunks in found.leave:
-            self._leave(tier, run, chunks, "makes way for what returns sooner")
+        if not len(rows) or most <= 0:
+            return
+        margin = self._settings.margin
+        room = max(0, self._room(tier, fill_to))
+        dearest = float(self._values[rows].max())
+        held = self._least(tier, min(most, int(missing.sum())) - room, dearest / (1.0 + margin))
+        found = exchange(self._rows(rows, missing), self._rows(*held), room, margin, most)
+        room += int(self._used[tier])
+        for at, chunks in found.leave:
+            self._leave(tier, int(held[0][at]), chunks, "makes way for what returns sooner")
         room -= int(self._used[tier])
         room = min(room, self._room(tier, 1.0))
-        for row, chunks in found.enter:
+        for at, chunks in found.enter:
             # There may be less room than was exchanged for: what is written below first makes way later.
             chunks = min(chunks, room)
             if chunks <= 0:
                 break
             room -= chunks
-            self._load(tier, int(rows[row]), chunks)
+            self._load(tier, int(rows[at]), chunks)
 
     def drop_followers(self) -> None:
         """What lies behind chunks whose last copy was dropped is of no use to anybody."""
-        if not self._cut.any():
-            return
-        gone = np.zeros_like(self._cut)
-        for rows in reversed(self._holdings.levels()):
-            above = self._above[rows]
-            gone[rows] = gone[above] | self._cut[above]
-        for run in np.flatnonzero(gone & ~self._still).tolist():
+        gone = {run for cut in self._cut for run in self._holdings.behind(cut)}
+        for run in sorted(gone):
+            if self._still(np.array([run]))[0]:
+                continue
             for tier, limit in enumerate(self._limits):
-                copy = int(self._here[tier, run])
+                copy = self._copy(tier, run)
                 if limit.managed and copy:
                     self._drop(tier, run, copy, "without its predecessor")
 
     # ------------------------------------------------------------ who may move
 
-    def _loose(self, tier: int) -> Ints:
-        """[runs] chunks that may leave the tier: not in use, not in front of anything that stays."""
-        out: Ints = self._here[tier].copy()
-        stuck = np.flatnonzero(self._still & (out > 0))
-        while len(stuck):
-            out[stuck] = 0
-            above = self._above[stuck]
-            stuck = np.unique(above[above != NOTHING])
-        for (at, run), chunks in self._written.items():
-            if at == tier:
-                out[run] -= min(chunks, int(out[run]))
+    def _here(self, tier: int, rows: Ints) -> Ints:
+        """[n] leading chunks of the runs ``rows`` [n] in the tier, once the drops so far are made."""
+        return np.asarray(self._layout.here[tier, rows] - self._gone[tier, rows])
+
+    def _below(self, tier: int, rows: Ints) -> Ints:
+        """[n] leading chunks of ``rows`` in lower tiers, likewise."""
+        here = self._layout.here[tier + 1 :, rows] - self._gone[tier + 1 :, rows]
+        return np.asarray(here.max(axis=0, initial=0))
+
+    def _copy(self, tier: int, run: int) -> int:
+        return int(self._layout.here[tier, run] - self._gone[tier, run])
+
+    def _rows(self, rows: Ints, chunks: Ints) -> Rows:
+        return Rows(self._values[rows], chunks, self._end[rows])
+
+    def _still(self, rows: Ints) -> Bools:
+        """[n] what runs or is acted upon. Besides: what is copied stays where it is copied from."""
+        running = self._holdings.running[rows] > 0
+        return np.asarray(running | self._layout.busy[rows] | self._copied[rows])
+
+    def _loose(self, tier: int, rows: Ints) -> Ints:
+        """[n] chunks of ``rows`` that may leave the tier: not in use, not in front of anything that stays."""
+        out = self._here(tier, rows)
+        out[self._still(rows)] = 0
+        stays = np.concatenate((self._busy, np.array(self._copies, dtype=np.int64)))
+        stays = stays[self._here(tier, stays) > 0]  # All in front of what runs does so, too.
+        while len(stays):
+            out[np.isin(rows, stays)] = 0
+            above = self._above[stays]
+            stays = np.unique(above[above != NOTHING])
         return out
+
+    def _least(self, tier: int, wanted: int, below: float, tenant: int | None = None) -> tuple[Ints, Ints]:
+        """Runs, ascending, and their chunks that may leave the tier, of those worth less than ``below`` the ones worth
+        least: at least as many as have ``wanted`` chunks together, or all."""
+        group = None if tenant is None else self._layout.group(tenant)
+        found, left = [_NONE], wanted
+        for rows in self._layout.lying[tier].upwards(group) if wanted > 0 else ():
+            cheap = self._values[rows] < below
+            rows = rows[cheap]
+            loose = self._loose(tier, rows)
+            found.append(rows[loose > 0])
+            left -= int(loose.sum())
+            if left <= 0 or not cheap.all():
+                break
+        rows = np.sort(np.concatenate(found))
+        return rows, self._loose(tier, rows)
 
     def _missing(self, tier: int, most: int) -> tuple[Ints, Ints]:
         """Runs with chunks that could be loaded into the tier, ascending, and how many: all in front of them is there,
         or can be loaded too. Of those worth most as many as have ``most`` chunks together: a plan has no use for more.
         """
-        here = self._here[tier]
-        below = self._here[tier + 1 :].max(axis=0, initial=0)
-        wanted = (below > here) & (self._values >= self._settings.least_load) & ~self._busy & ~self._dropped
-        rows = np.flatnonzero(wanted)
-        take = _FIRST_LOADS
-        while True:
-            best = rows
-            if take < len(rows):
-                best = rows[first_rows(-self._values[rows], self._depth[rows], take)]
-            found, missing = self._loadable(tier, best, below)
-            if len(best) == len(rows) or int(missing.sum()) >= most:
-                return found, missing
-            take *= 4
+        budgets = self._limits[tier].budgets
+        left = {tenant: budget - self._of_tenant(tier, tenant) for tenant, budget in budgets.items()}
+        full = {self._layout.group(tenant) for tenant, room in left.items() if room <= 0}
+        rows, take = _NONE, _FIRST_LOADS
+        for batch in self._layout.missing[tier].downwards(full) if most > 0 else ():
+            dear = self._values[batch] >= self._settings.least_load
+            wanted = dear & ~self._layout.busy[batch] & ~self._dropped[batch]
+            rows = np.concatenate((rows, batch[wanted]))
+            if not dear.all():
+                break
+            if len(rows) >= take:
+                found = self._loadable(tier, rows, left)
+                if int(found[1].sum()) >= most:
+                    return found
+                take = 4 * len(rows)
+        return self._loadable(tier, rows, left)
 
-    def _loadable(self, tier: int, rows: Ints, below: Ints) -> tuple[Ints, Ints]:
-        """Of the given runs those in front of which all is in the tier or among them, within their tenants' budgets,
-        and their missing chunks. ``below`` [runs]: chunks there are in lower tiers."""
-        here = self._here[tier]
+    def _loadable(self, tier: int, rows: Ints, left: Mapping[int, int]) -> tuple[Ints, Ints]:
+        """Of the given runs those in front of which all is in the tier or among them, within what is ``left`` of their
+        tenants' budgets, and their missing chunks."""
         rows = np.sort(rows)
+        if not len(rows):
+            return rows, rows
         ahead = self._above[rows]
-        comes: Bools = (ahead == NOTHING) | (here[ahead] >= self._chunks[ahead])
-        at = np.searchsorted(rows, ahead)
-        among = (ahead != NOTHING) & (rows[np.minimum(at, len(rows) - 1)] == ahead) if len(rows) else comes
-        depths = self._depth[rows]
-        for depth in np.flatnonzero(np.bincount(depths))[1:].tolist():
-            level = np.flatnonzero((depths == depth) & among)
-            front = at[level]
-            comes[level] |= comes[front] & (below[rows[front]] >= self._chunks[rows[front]])
-        rows = rows[comes]
-        missing = below[rows] - here[rows]
-        for tenant, budget in self._limits[tier].budgets.items():
-            own = np.flatnonzero(self._tenant[rows] == tenant)
-            left = budget - int(here[self._tenant == tenant].sum())
-            offered = Rows(self._values[rows[own]], missing[own], self._depth[rows[own]])
+        size = self._holdings.chunks
+        comes: Bools = (ahead == NOTHING) | (self._here(tier, ahead) >= size[ahead])
+        at = np.minimum(np.searchsorted(rows, ahead), len(rows) - 1)
+        below = self._below(tier, rows)
+        # One after the other from the front: whoever follows a run that comes whole comes, too.
+        whole = below >= size[rows]
+        waits = np.flatnonzero(~comes & (rows[at] == ahead) & whole[at])
+        while len(waits):
+            on = comes[at[waits]]
+            if not on.any():
+                break
+            comes[waits[on]] = True
+            waits = waits[~on]
+        rows, missing = rows[comes], (below - self._here(tier, rows))[comes]
+        for tenant, room in left.items():
+            own = np.flatnonzero(self._holdings.tenant[rows] == tenant)
+            offered = self._rows(rows[own], missing[own])
             missing[own] = 0
-            for row, chunks in entering(offered, left):
+            for row, chunks in entering(offered, room):
                 missing[own[row]] = chunks
         return rows[missing > 0], missing[missing > 0]
 
     def _room(self, tier: int, fill_to: float) -> int:
         return int(fill_to * self._limits[tier].capacity) - int(self._used[tier] + self._coming[tier])
 
+    def _of_tenant(self, tier: int, tenant: int) -> int:
+        """Chunks that the tenant has in the tier, once the drops so far are made."""
+        used = self._layout.used_by
+        return (int(used[tier, tenant]) if tenant < used.shape[1] else 0) - self._freed[tier, tenant]
+
     # ------------------------------------------------------------ moves
 
     def _make_room(
-        self, tier: int, wanted: int, below: float, reason: str, among: Bools | None = None
+        self, tier: int, wanted: int, below: float, reason: str, tenant: int | None = None
     ) -> None:
-        loose = self._loose(tier)
-        if among is not None:
-            loose = np.where(among, loose, 0)
-        for run, chunks in leaving(Rows(self._values, loose, self._depth), wanted, below):
-            self._leave(tier, run, chunks, reason)
+        rows, loose = self._least(tier, wanted, below, tenant)
+        for at, chunks in leaving(self._rows(rows, loose), wanted, below):
+            self._leave(tier, int(rows[at]), chunks, reason)
 
     def _leave(self, tier: int, run: int, chunks: int, reason: str) -> None:
         """The last ``chunks`` of the run make way: dropped, or written below first."""
-        end = int(self._here[tier, run])
-        below = int(self._here[tier + 1 :, run].max(initial=0))
+        end = self._copy(tier, run)
+        below = max((self._copy(to, run) for to in range(tier + 1, len(self._limits))), default=0)
         alive = below < end and self._values[run] >= self._settings.least_write
         if alive and any(self._admit(to, run, below, end) for to in range(tier + 1, len(self._limits))):
-            self._written[tier, run] = chunks
-            self._still[run] = True
+            self._stays_here(run)
             ahead = int(self._above[run])
             while ahead != NOTHING and (tier, ahead) not in self._stays:
                 self._stays.add((tier, ahead))
@@ -368,21 +399,20 @@ class _Planner:
     def _admit(self, tier: int, run: int, first: int, end: int) -> bool:
         """Writes chunks of a run into the tier where there is room for them, or something that is worth less."""
         limit, value, size = self._limits[tier], float(self._values[run]), end - first
-        budget = limit.budgets.get(int(self._tenant[run]))
-        if budget is not None:
-            own = self._tenant == self._tenant[run]
-            if int(self._here[tier][own].sum()) + int(self._coming[tier]) + size > budget:
-                return False
+        tenant = int(self._holdings.tenant[run])
+        budget = limit.budgets.get(tenant)
+        if budget is not None and self._of_tenant(tier, tenant) + int(self._coming[tier]) + size > budget:
+            return False
         short = size - (limit.capacity - int(self._used[tier] + self._coming[tier]))
         if short > 0:
             if not limit.managed or tier + 1 < len(self._limits):
                 return False
-            victims = Rows(self._values, self._loose(tier), self._depth)
-            givers = leaving(victims, short, value / (1.0 + self._settings.margin))
-            if sum(chunks for _, chunks in givers) < short:
+            below = value / (1.0 + self._settings.margin)
+            rows, loose = self._least(tier, short, below)
+            if int(loose.sum()) < short:
                 return False
-            for giver, chunks in givers:
-                self._drop(tier, giver, chunks, "makes way for what returns sooner")
+            for at, chunks in leaving(self._rows(rows, loose), short, below):
+                self._drop(tier, int(rows[at]), chunks, "makes way for what returns sooner")
         self._coming[tier] += size
         self.writes.append(
             Move(MoveKind.WRITE, run, self._tiers[tier], first, end, value, self._now, "may return")
@@ -390,28 +420,34 @@ class _Planner:
         return True
 
     def _drop(self, tier: int, run: int, chunks: int, reason: str) -> None:
-        end = int(self._here[tier, run])
-        self._here[tier, run] = end - chunks
+        end = self._copy(tier, run)
+        self._gone[tier, run] += chunks
         self._used[tier] -= chunks
+        self._freed[tier, int(self._holdings.tenant[run])] += chunks
         self._dropped[run] = True
-        self._cut[run] |= int(self._here[:, run].max()) < end
+        if max(self._copy(at, run) for at in range(len(self._limits))) < end:
+            self._cut.append(run)
         value = float(self._values[run])
         self.drops.append(
             Move(MoveKind.DROP, run, self._tiers[tier], end - chunks, end, value, self._now, reason)
         )
 
     def _load(self, tier: int, run: int, chunks: int) -> None:
-        first, worth = int(self._here[tier, run]), float(self._values[run])
+        first, worth = self._copy(tier, run), float(self._values[run])
         end, done = first + chunks, first
         starts = []
         for source in range(tier + 1, len(self._limits)):
-            part = min(end, int(self._here[source, run])) - done
+            part = min(end, self._copy(source, run)) - done
             if part > 0:
                 starts.append(self._link_free[source])
                 self._link_free[source] += part / self._limits[source].read_chunks_per_s
                 done += part
         self._coming[tier] += chunks
-        self._still[run] = True
+        self._stays_here(run)
         self.loads.append(
             Move(MoveKind.LOAD, run, self._tiers[tier], first, end, worth, min(starts), "returns soon")
         )
+
+    def _stays_here(self, run: int) -> None:
+        self._copied[run] = True
+        self._copies.append(run)
