@@ -129,7 +129,9 @@ async def test_a_chunk_is_explained_by_all_who_hold_it(asked: Asked) -> None:
     assert found["worth"] == pytest.approx(sum(c["worth"] for c in found["held_by"]))
     (found,) = asked.explain(f"chunks/{own.hex().upper()}")["spaces"]
     assert [c["session"] for c in found["held_by"]] == ["tool"]
+    assert asked.planner.decisions() != []
     asked.world.service.mode = "passive"
+    assert asked.planner.decisions() == [], "what is only observed is not planned for"
     asked.world.signal("tool", SignalKind.END)
     await asyncio.sleep(0.01)
     (found,) = asked.explain(f"chunks/{own.hex()}")["spaces"]

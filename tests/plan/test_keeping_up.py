@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpilot.domain import Tier
 from kvpilot.plan.holdings import NOTHING, Holdings
 from kvpilot.plan.layout import Layout
-from kvpilot.plan.placement import MoveKind, TierLimits, plan
+from kvpilot.plan.placement import Move, MoveKind, TierLimits, plan
 
 TIERS = (Tier.HOST, Tier.DISK)
 contexts = st.integers(0, 7)
@@ -36,8 +36,8 @@ def anew(old: Layout) -> Layout:
         holdings.rest(context, run)
         holdings.wish(context, bool(known.kept[context]), int(known.priority[context]))
         holdings.announce(context, float(known.due[context]))
-        holdings.decline(context, bool(known._declines[context]))
-        for _ in range(int(known._begun[context])):
+        holdings.decline(context, bool(known.declines[context]))
+        for _ in range(int(known.begun[context])):
             holdings.begin(context)
     holdings.foresee(np.arange(known.contexts), known.foreseen[: known.contexts])
     return layout
@@ -56,7 +56,7 @@ class KeepingUp(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what happens
 
-    @rule(number=numbers, chunks=st.integers(1, 9), tenant=st.integers(0, 1))
+    @rule(number=numbers, chunks=st.integers(1, 9), tenant=st.integers(0, 2))
     def add(self, number: int, chunks: int, tenant: int) -> None:
         above = [NOTHING, *self.there][number % (len(self.there) + 1)]
         self.there.append(self.holdings.add(above, chunks, tenant))
@@ -105,9 +105,8 @@ class KeepingUp(RuleBasedStateMachine):
         self.layout.mark(self.run_of(number), busy)
 
     @precondition(lambda self: self.there)
-    @rule(number=numbers, tenant=st.integers(0, 2), rate=st.floats(0.0, 0.1))
-    def belongs(self, number: int, tenant: int, rate: float) -> None:
-        self.holdings.belongs(self.run_of(number), tenant)
+    @rule(number=numbers, rate=st.floats(0.0, 0.1))
+    def begin_with(self, number: int, rate: float) -> None:
         self.holdings.expect_arrivals(self.run_of(number), rate)
 
     @precondition(lambda self: self.there)
@@ -141,18 +140,30 @@ class KeepingUp(RuleBasedStateMachine):
 
     @rule(context=contexts)
     def finish(self, context: int) -> None:
-        if self.holdings._begun[context]:
+        if self.holdings.begun[context]:
             self.holdings.finish(context)
+
+    @rule(context=contexts, number=numbers, chunks=st.integers(1, 9), worth=st.floats(1e-4, 10.0))
+    def converse(self, context: int, number: int, chunks: int, worth: float) -> None:
+        """What happens most: a context goes on, and lies on disk."""
+        self.add(number, chunks, 0)
+        self.holdings.rest(context, self.there[-1])
+        self.foresee(context, worth)
+        for run in self.holdings.path(self.there[-1]):
+            self.layout.lies(run, Tier.DISK, 9)
 
     @rule(
         seconds=st.floats(0.0, 60.0),
         spare=st.integers(-5, 10),
         budget=st.none() | st.integers(0, 30),
         managed=st.booleans(),
-        done=st.booleans(),
     )
-    def plan(self, seconds: float, spare: int, budget: int | None, managed: bool, done: bool) -> None:
+    def carry_out(self, seconds: float, spare: int, budget: int | None, managed: bool) -> None:
         self.now += seconds
+        for move in self.same_plan(spare, budget, managed):
+            self.layout.lies(move.run, move.tier, move.first if move.kind is MoveKind.DROP else move.end)
+
+    def same_plan(self, spare: int, budget: int | None, managed: bool) -> list[Move]:
         limits = [
             TierLimits(
                 capacity=max(1, int(self.layout.used[tier]) + spare),
@@ -167,10 +178,18 @@ class KeepingUp(RuleBasedStateMachine):
         fresh = anew(self.layout)
         moves = plan(self.layout, limits, self.now)
         assert plan(fresh, limits, self.now) == moves
-        for move in moves if done else ():
-            self.layout.lies(move.run, move.tier, move.first if move.kind is MoveKind.DROP else move.end)
+        n = self.holdings.runs
+        for kept_up, new in ((self.layout._lying, fresh._lying), (self.layout._missing, fresh._missing)):
+            for tier in kept_up.keys() & new.keys():
+                assert (kept_up[tier]._bucket[:n] == new[tier]._bucket[:n]).all()
+                assert (kept_up[tier]._counts.sum(axis=0) == new[tier]._counts.sum(axis=0)).all()
+        return moves
 
     # ------------------------------------------------------------ what is always so
+
+    @invariant()
+    def plans_are_those_of_a_picture_made_anew(self) -> None:
+        self.same_plan(3, None, False)
 
     @invariant()
     def sums_are_those_of_everything_added_up(self) -> None:

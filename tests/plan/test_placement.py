@@ -172,14 +172,17 @@ def test_the_same_state_gives_the_same_plan_whatever_contexts_are_called(
     first = world.plan()
     new = list(range(n))
     random.shuffle(new)  # type: ignore[attr-defined]
-    known = [
-        (holdings.rests_on[c], holdings.priority[c], holdings.due[c], holdings.foreseen[c]) for c in range(n)
-    ]
-    for context, (run, priority, due, foreseen) in zip(new, known, strict=True):
+    columns = (holdings.rests_on, holdings.priority, holdings.due, holdings.foreseen, holdings.begun)
+    known = [tuple(column[c] for column in columns) for c in range(n)]
+    for context in range(n):
+        holdings.release(context)
+    for context, (run, priority, due, foreseen, begun) in zip(new, known, strict=True):
         holdings.rest(context, int(run))
         holdings.wish(context, False, int(priority))
         holdings.announce(context, float(due))
         holdings.foresee(np.array([context]), np.array([foreseen]))
+        for _ in range(int(begun)):
+            holdings.begin(context)
     assert world.plan() == first
 
 

@@ -9,7 +9,7 @@ longer part are joined again: the tree is as large as the contexts in it, no mat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class IntegrityError(AssertionError):
 
 
 class Node:
-    """A run of tokens. Its identity is its end: splitting and joining change its start."""
+    """A run of tokens. Its identity is its end: splitting and joining change its start. ``refs`` 0: it is gone."""
 
     __slots__ = ("children", "ends", "hashes", "parent", "refs", "slot", "start", "tokens")
 
@@ -42,6 +42,10 @@ class Node:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def chunks(self) -> list[bytes]:
+        """Those that end in the run, head first."""
+        return _unpack(self.hashes)
+
     def path(self) -> Iterator[Node]:
         """This node and those above it up to the root, tail first."""
         node: Node | None = self
@@ -51,10 +55,12 @@ class Node:
 
 
 class PrefixTree:
-    """Contexts of one space and the chunks they hold, in one chunk scheme."""
+    """Contexts of one space and the chunks they hold, in one chunk scheme. ``changed`` is told of every run that comes,
+    goes, or has other tokens or another predecessor now."""
 
-    def __init__(self, hasher: ChunkHasher) -> None:
+    def __init__(self, hasher: ChunkHasher, changed: Callable[[Node], None] = lambda node: None) -> None:
         self._hasher = hasher
+        self._changed = changed
         self._index = HashIndex()
         self._root = Node(None, 0, np.empty(0, dtype=np.uint32), b"", 0)
         self._nodes: list[Node | None] = [self._root]
@@ -116,6 +122,7 @@ class PrefixTree:
             del parent.children[int(node.tokens[0])]
             self._index.remove(keys_of(node.hashes, HASH_BYTES))
             self._vacate(node.slot)
+            self._changed(node)
             node = parent
         self._join(node)
         return gone, tokens
@@ -129,6 +136,10 @@ class PrefixTree:
     def node(self, chunk: bytes) -> Node | None:
         """The run with this chunk; None for unknown ones."""
         return self._lookup([chunk])[0]
+
+    def nodes_with(self, chunks: Sequence[bytes]) -> set[Node]:
+        """The runs with any of these chunks."""
+        return {node for node in self._lookup(chunks) if node is not None}
 
     def resolve(self, short: int) -> bytes | None:
         """The chunk with this 64-bit name (``chunks.short_hash``), or None."""
@@ -145,18 +156,6 @@ class PrefixTree:
     def hashes(self, node: Node) -> list[bytes]:
         """Chunks of the context, head first."""
         return _unpack(b"".join([part.hashes for part in node.path()][::-1]))
-
-    def own_hashes(self, node: Node) -> list[bytes]:
-        """Chunks of the run alone."""
-        return _unpack(node.hashes)
-
-    def walk(self) -> Iterator[Node]:
-        """All runs, each behind the one it follows."""
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.children.values())
 
     def tokens(self, node: Node) -> TokenArray:
         return np.concatenate([part.tokens for part in node.path()][::-1])
@@ -186,6 +185,7 @@ class PrefixTree:
             self._nodes[slot] = node
         parent.children[int(tokens[0])] = node
         self._index.put(keys_of(hashes, HASH_BYTES), slot)
+        self._changed(node)
         return node
 
     def _split(self, node: Node, at: int) -> Node:
@@ -199,6 +199,7 @@ class PrefixTree:
         upper.refs = node.refs
         upper.children[int(node.tokens[0])] = node
         node.parent = upper
+        self._changed(node)
         return upper
 
     def _join(self, upper: Node) -> None:
@@ -217,6 +218,9 @@ class PrefixTree:
         node.start = upper.start
         node.parent = upper.parent
         upper.parent.children[int(upper.tokens[0])] = node
+        upper.refs = 0
+        self._changed(upper)
+        self._changed(node)
 
     def _vacate(self, slot: int) -> None:
         self._nodes[slot] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpilot.coordinator.placing import Decision
+from kvpilot.coordinator.placing import Decision, Ranking
 from kvpilot.coordinator.planner import Planner, Taken
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.forecast.features import kind_of
@@ -28,7 +28,7 @@ class Explainer:
     def session(self, session: Session) -> dict[str, Any]:
         """What it waits for since when, when it is expected and why, what its room is worth, what was decided."""
         now = self._service.clock()
-        upcoming, places = self._outlook()
+        upcoming, ranking = self._planner.outlook()
         threads = session.threads.values()
         return {
             "session": session.id,
@@ -38,14 +38,14 @@ class Explainer:
             "waiting_for": list(session.waiting_for),
             "expected_at": session.expected_at,
             "mode": self._service.mode,
-            "conversations": [self._conversation(thread, now, upcoming, places) for thread in threads],
+            "conversations": [self._conversation(thread, now, upcoming, ranking) for thread in threads],
         }
 
     def chunk(self, chunk: bytes) -> list[dict[str, Any]]:
         """The chunk in each space where it is known: where it lies, who holds it, what that is worth together. Empty
         for one that nobody knows."""
         service, now = self._service, self._service.clock()
-        upcoming, places = self._outlook()
+        upcoming, ranking = self._planner.outlook()
         spaces = set(service.references.spaces_of(chunk)) | set(service.residency.spaces_of(chunk))
         out = []
         for space in sorted(spaces, key=lambda space: (space.model, space.salt, space.adapter)):
@@ -60,7 +60,7 @@ class Explainer:
                     "worth": sum(service.forecasts.worth(owner, now) for owner in owners),
                     "holders": len(owners),
                     "held_by": [
-                        self._conversation(thread, now, upcoming, places)
+                        self._conversation(thread, now, upcoming, ranking)
                         for owner in owners[:MAX_HOLDERS]
                         if (thread := service.book.thread(owner)) is not None
                     ],
@@ -69,7 +69,7 @@ class Explainer:
         return out
 
     def _conversation(
-        self, thread: Thread, now: float, upcoming: Sequence[Decision], places: dict[str, tuple[int, int]]
+        self, thread: Thread, now: float, upcoming: Sequence[Decision], ranking: Ranking | None
     ) -> dict[str, Any]:
         service, owner = self._service, thread.owner
         held = owner in service.references
@@ -89,7 +89,7 @@ class Explainer:
             "in_device_pool": self._in_device_pool(thread) if held else None,
             "forecast": self._forecast(owner, now),
             "worth": service.forecasts.worth(owner, now),
-            "place": _place(places.get(owner)),
+            "place": _place(ranking.place(owner) if ranking is not None else None),
             "next": [_coming(decision) for decision in upcoming if decision.owner == owner],
             "last": _told(self._planner.taken.get(owner)),
         }
@@ -126,10 +126,6 @@ class Explainer:
 
     def _position(self, chunk: bytes, owners: Sequence[str]) -> int | None:
         return self._service.references.chunks(owners[0]).index(chunk) if owners else None
-
-    def _outlook(self) -> tuple[Sequence[Decision], dict[str, tuple[int, int]]]:
-        decisions, places = self._planner.outlook()
-        return decisions if self._service.mode == "kvpilot" else (), places
 
 
 def _place(place: tuple[int, int] | None) -> dict[str, int] | None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpilot.domain import SessionState, SignalKind, ToolFacts
 from kvpilot.forecast import Forecast, Forecaster
 from kvpilot.forecast.bins import Floats
@@ -105,6 +108,11 @@ class Forecasts:
     def worths(self, now: float) -> Floats:
         """``worth`` of all at once, by :meth:`number`."""
         return self.forecaster.worths(now)
+
+    def news(self, now: float) -> tuple[npt.NDArray[np.intp], Floats]:
+        """Numbers whose worth may be another one than when this was asked last [n], and their worths [n]: for one who
+        follows them all."""
+        return self.forecaster.news(now)
 
     # ------------------------------------------------------------ restart
 

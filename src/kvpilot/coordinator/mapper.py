@@ -277,8 +277,9 @@ class Mapper:
         """About how many tokens running requests have that nobody holds a reference to yet."""
         return sum(pending.added for pending in self._pending.values() if pending.prompt is None)
 
-    def expire(self, older_than: float) -> None:
-        """Close requests whose end was never told (shed, or a gateway worker died)."""
+    def expire(self, older_than: float) -> list[Session]:
+        """Close requests whose end was never told (shed, or a gateway worker died); returns whose they were."""
+        ended = []
         for request_id, pending in list(self._pending.items()):
             if pending.at < older_than:
                 del self._pending[request_id]
@@ -287,6 +288,8 @@ class Mapper:
                 now = self._clock()
                 self.book.finish(started.session, started.thread, tools=(), asked=False, now=now)
                 self.forecasts.finished(started.session, started.thread, (), 0, now, broken=True)
+                ended.append(started.session)
+        return ended
 
     def unmapped(self, space: Space) -> bool:
         """Whether a request runs whose context nobody holds a reference to yet: its tokens are not known."""

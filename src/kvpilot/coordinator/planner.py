@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpilot.coordinator.actions import Work
-from kvpilot.coordinator.placing import Decision, Picture, PlannerSettings, chunk_bytes
+from kvpilot.coordinator.placing import Decision, Placing, PlannerSettings, Ranking, chunk_bytes
 from kvpilot.coordinator.service import CoordinatorService
 from kvpilot.domain import ActionKind, ActionRecord, SessionState, Tier
 
@@ -24,6 +24,8 @@ PAUSE_S = 0.05
 """Least time between two plans, so that a burst of events is planned for once."""
 DUTY = 0.1
 """Share of the time that planning may take from everything else, however many sessions there are."""
+FORGET_S = 5.0
+"""How often all sessions are looked at, for those to forget."""
 MAX_SESSIONS = 10_000
 """Beyond it the sessions idle for longest are forgotten before their time."""
 AHEAD_S = 1.0
@@ -54,8 +56,10 @@ class Planner:
         self._settings = settings or PlannerSettings()
         self._tried: dict[str, float] = {}
         self.taken: dict[str, Taken] = {}
+        self._placing: Placing | None = None
         self._chunk_bytes = 0
         self._measured_at = 0.0
+        self._forgot_at = 0.0
 
     async def run(self, tick_s: float) -> None:
         """Runs for ever: a plan every ``tick_s`` seconds, and soon after anything happened."""
@@ -75,38 +79,65 @@ class Planner:
     def tick(self) -> list[ActionRecord]:
         """One round; returns the actions started."""
         now = self._service.clock()
-        self._service.mapper.expire(now - self._service.settings.request_timeout_s)
-        self._forget_old(now)
+        self._service.expire()
+        self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}
+        too_many = len(self._service.book.sessions) > MAX_SESSIONS
+        if too_many or not 0.0 <= now - self._forgot_at < FORGET_S:
+            self._forget_old(now)
         if self._service.mode != "kvpilot":
+            self._look_away()
             return []
         started: list[ActionRecord] = []
-        picture = self._picture(now)
-        due = [d for d in picture.decisions() if self._is_due(d, now)] if picture is not None else []
-        for decision in due:
-            started += self._carry_out(decision, now)
-        on_host = [decision for decision in due if decision.tier is Tier.HOST]
-        if picture is not None and on_host:
-            self._note(on_host, picture, now)
+        with self._seen(now) as placing:
+            if placing is None:
+                return []
+            due = [d for d in placing.decisions(self._chunk_bytes) if self._is_due(d, now)]
+            for decision in due:
+                started += self._carry_out(decision, now)
+            on_host = [decision for decision in due if decision.tier is Tier.HOST]
+            if on_host:
+                self._note(on_host, placing.ranking(), now)
         return started
 
     def decisions(self) -> list[Decision]:
-        """What the plan says now; empty while nobody knows what is where."""
-        picture = self._picture(self._service.clock())
-        return [] if picture is None else picture.decisions()
+        """What the plan says now; empty while nobody knows what is where, and where nothing is done about it."""
+        return self.outlook()[0]
 
-    def outlook(self) -> tuple[list[Decision], dict[str, tuple[int, int]]]:
-        """What :meth:`decisions` says, and of each conversation that could be demoted its rank among them, least worth
-        first, and how many there are; both empty while nobody knows what is where."""
-        picture = self._picture(self._service.clock())
-        return ([], {}) if picture is None else (picture.decisions(), _places(picture.ranked()))
+    def outlook(self) -> tuple[list[Decision], Ranking | None]:
+        """What is going to be done, and in which order conversations could be demoted; nothing while nobody knows what
+        is where, no decisions in passive mode."""
+        with self._seen(self._service.clock()) as placing:
+            if placing is None:
+                return [], None
+            acts = self._service.mode == "kvpilot"
+            return placing.decisions(self._chunk_bytes) if acts else [], placing.ranking()
 
-    def _picture(self, now: float) -> Picture | None:
+    @contextlib.contextmanager
+    def _seen(self, now: float) -> Iterator[Placing | None]:
+        """What is where, as it is now; None while the view is stale. In passive mode nobody follows what happens: it is
+        made anew for whoever asks."""
         if self._service.residency.stale(now):
-            return None
-        recent = {owner for owner, at in self._tried.items() if now - at < REPEAT_S}
+            self._look_away()
+            yield None
+            return
         if not self._chunk_bytes or now - self._measured_at > MEASURE_S:
             self._chunk_bytes, self._measured_at = chunk_bytes(self._service), now
-        return Picture(self._service, now, self._settings, self._chunk_bytes, recent)
+        if self._placing is None:
+            self._placing = Placing(self._service, self._settings)
+        keep = False
+        try:
+            self._placing.look({owner for owner, at in self._tried.items() if now - at < REPEAT_S})
+            yield self._placing
+            keep = self._service.mode == "kvpilot"
+        finally:
+            if not keep:  # Nor after a failure: it may have taken in a part of what happened only.
+                self._look_away()
+
+    def _look_away(self) -> None:
+        """What happens from now on is not remembered for the plan; the next one looks at everything anew."""
+        if self._placing is not None:
+            self._placing.close()
+            self._placing = None
 
     def _is_due(self, decision: Decision, now: float) -> bool:
         nobodys = decision.owner is None and not decision.group
@@ -114,12 +145,9 @@ class Planner:
             return False
         return decision.at <= now + AHEAD_S
 
-    def _note(self, done: Sequence[Decision], picture: Picture, now: float) -> None:
+    def _note(self, done: Sequence[Decision], ranking: Ranking, now: float) -> None:
         """Remember what was decided, and whom hindsight is to compare."""
-        ranked = picture.ranked()
-        places = _places(ranked)
-        gone = {d.owner for d in done if d.kind is ActionKind.DEMOTE}
-        stays = next(((worth, owner) for worth, owner in ranked if owner not in gone), None)
+        stays = ranking.first({d.owner for d in done if d.kind is ActionKind.DEMOTE and d.owner is not None})
         for decision in done:
             owner = decision.owner
             if owner is None:
@@ -129,9 +157,9 @@ class Planner:
             decision = replace(decision, work=Work(decision.work.space, ()))  # many chunks, told nobody
             if decision.kind is ActionKind.DEMOTE and stays is not None:
                 self._service.hindsight.demoted(owner, decision.chunks, stays[1], now)
-                self.taken[owner] = Taken(decision, worth, places.get(owner), stays[1], stays[0])
+                self.taken[owner] = Taken(decision, worth, ranking.place(owner), stays[1], stays[0])
             else:
-                self.taken[owner] = Taken(decision, worth, places.get(owner))
+                self.taken[owner] = Taken(decision, worth, ranking.place(owner))
         while len(self.taken) > MAX_SESSIONS:
             del self.taken[next(iter(self.taken))]
 
@@ -160,7 +188,7 @@ class Planner:
         return []
 
     def _forget_old(self, now: float) -> None:
-        self._tried = {owner: at for owner, at in self._tried.items() if now - at < REPEAT_S}
+        self._forgot_at = now
         sessions = [s for s in self._service.book.sessions.values() if not s.in_flight]
         for session in sessions:
             idle = now - session.last_seen
@@ -172,7 +200,3 @@ class Planner:
             kept = [s for s in sessions if s.key in self._service.book.sessions]
             for session in sorted(kept, key=lambda s: s.last_seen)[:surplus]:
                 self._service.forget(session)
-
-
-def _places(ranked: Sequence[tuple[float, str]]) -> dict[str, tuple[int, int]]:
-    return {owner: (rank, len(ranked)) for rank, (_, owner) in enumerate(ranked, 1)}

@@ -166,6 +166,7 @@ class CoordinatorService:
         self.sent_down: dict[str, int] = {}
         """By conversation, at which of its turns somebody asked for a part of it to be demoted: until its next
         request the plan does not bring back what it would."""
+        self._followers: list[dict[str, None]] = []
         self.on_session: Callable[[Session], None] = lambda session: None
         self.on_forget: Callable[[Session], None] = lambda session: None
 
@@ -179,7 +180,7 @@ class CoordinatorService:
             started = self.mapper.on_started(event)
             for thread in self.book.surplus(started.session):
                 self._forget_thread(thread)
-            self.on_session(started.session)
+            self.changed(started.session)
             self.hindsight.came(started.thread.owner, event.at)
             self.awaited.started(event)
             return []
@@ -192,7 +193,7 @@ class CoordinatorService:
             mapped = self._mapped(self.mapper.on_finished(event))
             if ended is not None:
                 # It waits now, also where nothing of its tokens was told.
-                self.on_session(ended.started.session)
+                self.changed(ended.started.session)
                 if self.recorder is not None:
                     self.recorder.call(ended, event)
             self.awaited.recover(lost)
@@ -200,13 +201,33 @@ class CoordinatorService:
             return mapped
         return self._signalled(event)
 
+    def changed(self, session: Session) -> None:
+        """Something of the session is another than before: its state, its requests, what is wished or asked of it."""
+        for followed in self._followers:
+            followed.update(dict.fromkeys(session.threads))
+        self.on_session(session)
+
+    def follow(self) -> dict[str, None]:
+        """Conversations of which something changed are put there from now on, for somebody to take."""
+        followed: dict[str, None] = {}
+        self._followers.append(followed)
+        return followed
+
+    def unfollow(self, followed: dict[str, None]) -> None:
+        self._followers = [each for each in self._followers if each is not followed]
+
+    def expire(self) -> None:
+        """Take requests whose end was never told for ended."""
+        for session in self.mapper.expire(self.clock() - self.settings.request_timeout_s):
+            self.changed(session)
+
     def _changed(self, thread: Thread) -> None:
         if (session := self.book.sessions.get(thread.session)) is not None:
-            self.on_session(session)
+            self.changed(session)
 
     def _known(self, mapped: Mapped) -> None:
         """The thread holds another context."""
-        self.on_session(mapped.session)
+        self.changed(mapped.session)
         # So that the cache layer's events, which name chunks in short, are understood at once.
         space, owner = mapped.thread.space, mapped.thread.owner
         self.residency.learn_context(space, self.references.chunks(owner))
@@ -239,7 +260,7 @@ class CoordinatorService:
         session = self.mapper.on_signal(event)
         if session is None:
             return []
-        self.on_session(session)
+        self.changed(session)
         if self.recorder is not None:
             self.recorder.signal(session, event)
         if event.retention is not None:
@@ -302,7 +323,7 @@ class CoordinatorService:
                 session.state = SessionState.ENDED if ended else SessionState.SUSPENDED
                 session.since, session.expected_at = now, None
             self.forecasts.signal(session, ANNOUNCEMENTS[kind], None, now)
-            self.on_session(session)
+            self.changed(session)
 
     def _begin(
         self, kind: ActionKind, tenant: str, session: str | None, source: str, target: Target
@@ -425,6 +446,7 @@ class CoordinatorService:
         for work in works:
             if (thread := self.book.thread(work.owner) if work.owner else None) is not None:
                 self.sent_down[thread.owner] = thread.turns
+                self._changed(thread)
                 self.device_moves.send_down(thread, None if target.whole else work.chunks[0])
         late = {t.owner: t for t in target.threads if target.whole and t.unsettled}
         group = frozenset([*(work.owner for work in works if work.owner is not None), *late])
@@ -529,7 +551,9 @@ class CoordinatorService:
             return self._final(kind, tenant, session, source, OutcomeStatus.MISSING, why)
         chunks = self.references.chunks(work.owner)
         head = Work(work.space, tuple(chunks[: chunks.index(work.chunks[-1]) + 1]), work.owner)
-        self.sent_down.pop(work.owner, None)
+        if self.sent_down.pop(work.owner, None) is not None:
+            for followed in self._followers:
+                followed[work.owner] = None
         there = 0
         if not self.residency.stale(self.clock()):
             there = self.residency.count(head.space, head.chunks).get(Tier.HOST, 0)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any
 
 from kvpilot.sessions.book import Thread
@@ -54,6 +54,10 @@ class ActionTasks:
     def busy(self, owner: str) -> bool:
         """Whether an action on this thread is under way."""
         return owner in self._busy
+
+    def busy_owners(self) -> Collection[str]:
+        """All of whom that is so."""
+        return self._busy.keys()
 
     async def drained(self, threads: Sequence[Thread]) -> None:
         """Waits until no request of the threads runs and the tokens of all that ended are known (bounded)."""

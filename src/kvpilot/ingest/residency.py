@@ -76,6 +76,7 @@ class Residency:
         self._unmatched: OrderedDict[int, _Seen] = OrderedDict()
         """Host events of chunks not known yet: the engine tells of a store before its request is mapped."""
         self._pools: dict[str, tuple[str, DevicePool]] = {}
+        self._followers: list[set[tuple[Space, bytes]]] = []
         self.usage: tuple[TierUsage, ...] = ()
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_MAX_GAPS)
         self._ratios: dict[Tier, deque[float]] = {}
@@ -152,6 +153,15 @@ class Residency:
             return False
         return self.coverage.get(tier, 1.0) >= 1 - _COVERAGE_SLACK
 
+    def follow(self) -> set[tuple[Space, bytes]]:
+        """Chunks that may lie elsewhere than before are put there from now on, for somebody to take."""
+        changes: set[tuple[Space, bytes]] = set()
+        self._followers.append(changes)
+        return changes
+
+    def unfollow(self, changes: set[tuple[Space, bytes]]) -> None:
+        self._followers = [each for each in self._followers if each is not changes]
+
     # ---------------------------------------------------------------- observations
 
     def begin_refresh(self, now: float) -> Refresh:
@@ -169,9 +179,11 @@ class Residency:
         known, self._spaces = self._spaces, refresh.spaces
         self.directory_at = refresh.started_at
         if changed:
-            for space, chunks in refresh.spaces.items():
-                before = known.get(space, {})
-                self.learn(space, (chunk for chunk in chunks if chunk not in before))
+            for space in {**known, **refresh.spaces}:
+                before, after = known.get(space, {}), refresh.spaces.get(space, {})
+                self.learn(space, (chunk for chunk in after if chunk not in before))
+                self._tell(space, (chunk for chunk, mask in after.items() if before.get(chunk) != mask))
+                self._tell(space, (chunk for chunk in before if chunk not in after))
             self._forget_short_hashes()
         self._keep_seen(lambda key, tier, seen: self._still_holds(key, tier, seen, refresh.started_at))
         return changed
@@ -195,6 +207,7 @@ class Residency:
                 earlier = seen.get(tier)
                 if earlier is None or earlier.from_directory or earlier.at < now - _DIRECTORY_LAG_S:
                     seen[tier] = _Seen(tier in tiers, now, from_directory=True)
+        self._tell(space, chunks)
         self.learn(space, chunks)
 
     def observe_tier(
@@ -203,6 +216,7 @@ class Residency:
         """What the layer itself reported of one tier: all found by a prefetch, or deleted without a skip."""
         for chunk in chunks:
             self._seen.setdefault((space, chunk), {})[tier] = _Seen(present, now)
+        self._tell(space, chunks)
         self.learn(space, chunks)
 
     def learn(self, space: Space, chunks: Iterable[bytes]) -> None:
@@ -229,6 +243,7 @@ class Residency:
             tiers[Tier.HOST] = seen
             if present and Tier.DISK in tiers and not tiers[Tier.DISK].present:
                 del tiers[Tier.DISK]  # stored anew, so it is being copied to disk, too
+            self._tell(owners[0][0], owners[0][1:])
             return True
         if not owners:
             self._unmatched[short] = seen
@@ -274,7 +289,14 @@ class Residency:
         seen = self._unmatched.pop(short, None)
         if seen is not None and len(owners) == 1:
             self._seen.setdefault((space, chunk), {}).setdefault(Tier.HOST, seen)
+            self._tell(space, (chunk,))
         return True
+
+    def _tell(self, space: Space, chunks: Iterable[bytes]) -> None:
+        if self._followers:
+            changed = [(space, chunk) for chunk in chunks]
+            for followed in self._followers:
+                followed.update(changed)
 
     def _keep_seen(self, holds: Callable[[tuple[Space, bytes], Tier, _Seen], bool]) -> None:
         kept = {}
@@ -282,6 +304,8 @@ class Residency:
             left = {tier: seen for tier, seen in tiers.items() if holds(key, tier, seen)}
             if left:
                 kept[key] = left
+            if len(left) < len(tiers):
+                self._tell(key[0], key[1:])
         self._seen = kept
 
     def _still_holds(self, key: tuple[Space, bytes], tier: Tier, seen: _Seen, listed_at: float) -> bool:

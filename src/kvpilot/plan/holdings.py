@@ -41,7 +41,7 @@ class Watcher(Protocol):
         """There is room for so many runs now."""
 
     def resized(self, run: int) -> None:
-        """The run has another number of chunks, or another tenant; also when it is new or gone."""
+        """The run has another number of chunks; also when it is new or gone."""
 
 
 class Holdings:
@@ -73,9 +73,9 @@ class Holdings:
         """Unix seconds at which the next request was announced for; NaN: nobody said."""
         self.foreseen: Floats = np.zeros(64)
         """What the context is worth by its forecast."""
-        self._begun = np.zeros(64, dtype=np.int64)
+        self.begun = np.zeros(64, dtype=np.int64)
         """Requests of the context under way."""
-        self._declines = np.zeros(64, dtype=bool)
+        self.declines = np.zeros(64, dtype=bool)
         self._counted: Floats = np.zeros(64)
         """What it is counted with in the worth of its runs."""
         self._unsure = np.zeros(64, dtype=bool)
@@ -133,12 +133,6 @@ class Holdings:
         self.end[run] = chunks + (0 if above == NOTHING else int(self.end[above]))
         self._changed(run)
 
-    def belongs(self, run: int, tenant: int) -> None:
-        """Whose budget the run counts in."""
-        if self.tenant[run] != tenant:
-            self.tenant[run] = tenant
-            self._changed(run)
-
     def expect_arrivals(self, run: int, rate: float) -> None:
         """So many conversations a second begin with the run that are not there yet
         (:meth:`kvpilot.forecast.arrivals.Arrivals.rates`)."""
@@ -184,7 +178,7 @@ class Holdings:
         before = int(self.rests_on[context])
         if before == run:
             return
-        begun, declines = int(self._begun[context]), int(self._declines[context])
+        begun, declines = int(self.begun[context]), int(self.declines[context])
         if run != NOTHING:
             self._resting[run] += 1
             self._climb(run, 0.0, begun, 1, declines)
@@ -202,7 +196,7 @@ class Holdings:
         self.wish(context)
         self.announce(context)
         self.decline(context, False)
-        self._begun[context] = 0
+        self.begun[context] = 0
 
     def foresee(self, contexts: Ints, worth: Floats) -> None:
         """What these [n] are worth by their forecasts from now on."""
@@ -223,18 +217,18 @@ class Holdings:
 
     def decline(self, context: int, declines: bool) -> None:
         """Whether nothing is to be brought for this context: what others hold, too, is brought for them."""
-        if declines != self._declines[context]:
-            self._declines[context] = declines
+        if declines != self.declines[context]:
+            self.declines[context] = declines
             self._climb(int(self.rests_on[context]), 0.0, 0, 0, 1 if declines else -1)
 
     def begin(self, context: int) -> None:
         """A request of the context begins: nothing of what it has goes until it :meth:`finish` es."""
-        self._begun[context] += 1
+        self.begun[context] += 1
         self._climb(int(self.rests_on[context]), 0.0, 1)
 
     def finish(self, context: int) -> None:
         """A request of the context ended."""
-        self._begun[context] -= 1
+        self.begun[context] -= 1
         self._climb(int(self.rests_on[context]), 0.0, -1)
 
     # ------------------------------------------------------------ worth
@@ -257,7 +251,7 @@ class Holdings:
         rows, more = rests[moved], more[moved]
         while len(rows):
             rows, at = np.unique(rows, return_inverse=True)
-            more = np.bincount(at, weights=more)
+            more = np.bincount(at, weights=more).astype(np.float64)
             self.worth[rows] += more
             for watcher in self._watchers:
                 watcher.stale[rows] = True
@@ -315,7 +309,7 @@ class Holdings:
         fresh = len(self.rests_on)
         for name in (
             *("rests_on", "kept", "priority", "due", "foreseen"),
-            *("_begun", "_declines", "_counted", "_unsure", "_special"),
+            *("begun", "declines", "_counted", "_unsure", "_special"),
         ):
             setattr(self, name, doubled(getattr(self, name)))
         self.rests_on[fresh:], self.due[fresh:] = NOTHING, np.nan

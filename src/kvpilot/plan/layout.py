@@ -1,8 +1,8 @@
 """Where the runs of :class:`~kvpilot.plan.holdings.Holdings` lie, and which of them could move: kept up as it changes.
 
 By tier, how much is there, of whom, and the runs in the order of what they are worth: those that lie there, and those
-that lie below and could be brought. A change is O(1) (and makes a run *stale*); before a look, :meth:`settle` takes in
-what has changed, O(stale runs) and one look through a column of bits.
+that lie below and could be brought. A change is O(1) (and makes a run *stale*); before a look, :meth:`Layout.settle`
+takes in what has changed, O(stale runs) and one look through a column of bits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from kvpilot.domain import Tier
+from kvpilot.plan.exchange import Ints
 from kvpilot.plan.holdings import NOTHING, Holdings, column_bytes, doubled
-from kvpilot.plan.ranks import EVERYBODY, Ranks
+from kvpilot.plan.ranks import Ranks
+
+EVERYBODY = 0
+"""The group of all who have none of their own."""
 
 
 class Layout:
@@ -34,15 +38,11 @@ class Layout:
         self.stale = np.zeros(64, dtype=bool)
         self._whole = np.zeros(64, dtype=bool)
         """Some tier has all of the run."""
-        self._tenant = np.zeros(64, dtype=np.int64)
-        """By run, whose ``used_by`` it is in."""
         self._groups: dict[int, int] = {}
         """By tenant that has a budget, its group in the ranks."""
-        self.lying: tuple[Ranks, ...] = tuple(Ranks() for _ in self.tiers)
-        """By tier, the runs that lie there."""
-        self.missing: tuple[Ranks, ...] = tuple(Ranks() for _ in self.tiers)
-        """By tier, the runs to bring: those that lie below with more than is there, but for those that nobody wants
-        brought, and those right behind one that is nowhere whole."""
+        self._lying: dict[int, Ranks] = {}
+        self._missing: dict[int, Ranks] = {}
+        """By tier, as far as somebody has asked for them."""
         holdings.watch(self)
         for run in range(holdings.runs):
             self.stale[run] = True
@@ -63,21 +63,27 @@ class Layout:
             self._groups = {tenant: number for number, tenant in enumerate(sorted(budgeted), EVERYBODY + 1)}
             self.stale[:n] = True
         rows = np.flatnonzero(self.stale[:n])
-        if not len(rows):
-            return
-        self.stale[rows] = False
-        worth = self.holdings.worth[rows]
-        group = np.full(len(rows), EVERYBODY)
-        for tenant, number in self._groups.items():
-            group[self.holdings.tenant[rows] == tenant] = number
-        here, above = self.here[:, rows], self.holdings.above[rows]
-        declined, holders = self.holdings.declined[rows], self.holdings.holders[rows]
-        wanted = ((declined == 0) | (declined < holders)) & ((above == NOTHING) | self._whole[above])
-        for tier in range(len(self.tiers)):
-            self.lying[tier].put(rows, here[tier], worth, group)
-            if tier + 1 < len(self.tiers):
-                missing = here[tier + 1 :].max(axis=0) - here[tier]
-                self.missing[tier].put(rows, np.where(wanted, missing, 0), worth, group)
+        if len(rows):
+            self.stale[rows] = False
+            for tier, ranks in self._lying.items():
+                self._put_lying(ranks, tier, rows)
+            for tier, ranks in self._missing.items():
+                self._put_missing(ranks, tier, rows)
+
+    def lying(self, tier: int) -> Ranks:
+        """The runs that lie there, once it is settled. The first to ask pays for all, O(runs)."""
+        if tier not in self._lying:
+            self._lying[tier] = Ranks(len(self.stale))
+            self._put_lying(self._lying[tier], tier, np.arange(self.holdings.runs))
+        return self._lying[tier]
+
+    def missing(self, tier: int) -> Ranks:
+        """The runs to bring, likewise: those that lie below with more than is there, but for those that nobody wants
+        brought, and those right behind one that is nowhere whole."""
+        if tier not in self._missing:
+            self._missing[tier] = Ranks(len(self.stale))
+            self._put_missing(self._missing[tier], tier, np.arange(self.holdings.runs))
+        return self._missing[tier]
 
     def group(self, tenant: int) -> int:
         """The tenant's group in the ranks, once it is settled."""
@@ -88,24 +94,35 @@ class Layout:
         """Bytes of all columns."""
         return column_bytes(self)
 
+    def _put_lying(self, ranks: Ranks, tier: int, rows: Ints) -> None:
+        ranks.put(rows, self.here[tier, rows], self.holdings.worth[rows], self._groups_of(rows))
+
+    def _put_missing(self, ranks: Ranks, tier: int, rows: Ints) -> None:
+        above = self.holdings.above[rows]
+        declined, holders = self.holdings.declined[rows], self.holdings.holders[rows]
+        wanted = ((declined == 0) | (declined < holders)) & ((above == NOTHING) | self._whole[above])
+        missing = self.here[tier + 1 :, rows].max(axis=0, initial=0) - self.here[tier, rows]
+        ranks.put(rows, np.where(wanted, missing, 0), self.holdings.worth[rows], self._groups_of(rows))
+
+    def _groups_of(self, rows: Ints) -> Ints:
+        out = np.full(len(rows), EVERYBODY)
+        for tenant, number in self._groups.items():
+            out[self.holdings.tenant[rows] == tenant] = number
+        return out
+
     # ------------------------------------------------------------ told by the holdings
 
     def grow(self, runs: int) -> None:
         while self.here.shape[1] < runs:
-            for name in ("here", "busy", "stale", "_whole", "_tenant"):
+            for name in ("here", "busy", "stale", "_whole"):
                 setattr(self, name, doubled(getattr(self, name)))
-        for ranks in (*self.lying, *self.missing):
+        for ranks in (*self._lying.values(), *self._missing.values()):
             ranks.grow(runs)
 
     def resized(self, run: int) -> None:
-        tenant, chunks = int(self.holdings.tenant[run]), int(self.holdings.chunks[run])
-        before = int(self._tenant[run])
-        while tenant >= self.used_by.shape[1]:
+        chunks = int(self.holdings.chunks[run])
+        while self.holdings.tenant[run] >= self.used_by.shape[1]:
             self.used_by = doubled(self.used_by)
-        if tenant != before:
-            self.used_by[:, before] -= self.here[:, run]
-            self.used_by[:, tenant] += self.here[:, run]
-            self._tenant[run] = tenant
         if not chunks:
             self.busy[run] = False
         for tier in range(len(self.tiers)):
@@ -118,7 +135,7 @@ class Layout:
         if more:
             self.here[tier, run] = chunks
             self.used[tier] += more
-            self.used_by[tier, self._tenant[run]] += more
+            self.used_by[tier, self.holdings.tenant[run]] += more
             self.stale[run] = True
             self._look_if_whole(run)
 

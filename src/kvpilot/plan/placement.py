@@ -30,7 +30,7 @@ from enum import StrEnum
 import numpy as np
 
 from kvpilot.domain import Tier
-from kvpilot.plan.exchange import Ints, Rows, entering, exchange, leaving
+from kvpilot.plan.exchange import Ints, Rows, entering, exchange, first_rows, leaving
 from kvpilot.plan.holdings import NOTHING, Bools, Holdings
 from kvpilot.plan.layout import Layout
 
@@ -159,7 +159,7 @@ def _heard(
     tenant, highest priority first, while its part of the tiers that are managed has room. O(n), and O(wishes · log
     wishes) for those who wish too much."""
     rests = holdings.rests_on[rows]
-    out = (holdings.kept[rows] | (holdings.priority[rows] > 0)) & (rests != NOTHING)
+    out: Bools = (holdings.kept[rows] | (holdings.priority[rows] > 0)) & (rests != NOTHING)
     wishing = np.flatnonzero(out)
     if not len(wishing):
         return out
@@ -304,7 +304,7 @@ class _Planner:
         least: at least as many as have ``wanted`` chunks together, or all."""
         group = None if tenant is None else self._layout.group(tenant)
         found, left = [_NONE], wanted
-        for rows in self._layout.lying[tier].upwards(group) if wanted > 0 else ():
+        for rows in self._layout.lying(tier).upwards(group) if wanted > 0 else ():
             cheap = self._values[rows] < below
             rows = rows[cheap]
             loose = self._loose(tier, rows)
@@ -321,19 +321,20 @@ class _Planner:
         """
         budgets = self._limits[tier].budgets
         left = {tenant: budget - self._of_tenant(tier, tenant) for tenant, budget in budgets.items()}
-        full = {self._layout.group(tenant) for tenant, room in left.items() if room <= 0}
+        full = [self._layout.group(tenant) for tenant, room in left.items() if room <= 0]
         rows, take = _NONE, _FIRST_LOADS
-        for batch in self._layout.missing[tier].downwards(full) if most > 0 else ():
+        for batch in self._layout.missing(tier).downwards(np.array(full, dtype=np.int64)) if most > 0 else ():
             dear = self._values[batch] >= self._settings.least_load
             wanted = dear & ~self._layout.busy[batch] & ~self._dropped[batch]
             rows = np.concatenate((rows, batch[wanted]))
-            if not dear.all():
-                break
-            if len(rows) >= take:
-                found = self._loadable(tier, rows, left)
+            while take < len(rows):
+                best = first_rows(-self._values[rows], self._end[rows], take)
+                found = self._loadable(tier, rows[best], left)
                 if int(found[1].sum()) >= most:
                     return found
-                take = 4 * len(rows)
+                take *= 4
+            if not dear.all():
+                break
         return self._loadable(tier, rows, left)
 
     def _loadable(self, tier: int, rows: Ints, left: Mapping[int, int]) -> tuple[Ints, Ints]:

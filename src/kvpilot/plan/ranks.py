@@ -1,88 +1,85 @@
 """Rows in the order of what they are worth, kept up row by row.
 
-Rows lie in buckets of a quarter of an octave of worth: a change moves a row only where it leaves its bucket, and
-whoever looks for the least or the dearest sorts no more than the buckets that have them. O(1) a change, O(rows looked
-at + buckets) a look.
+Rows lie in buckets of a quarter of an octave of worth, and it is known how many each bucket has: whoever looks for the
+least or the dearest is given the rows of the first buckets only, to put in order himself. O(1) a change; a look is
+O(rows given) and a pass through a column of two bytes a row for each batch of them, some 50 µs for 100,000 rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpilot.plan.exchange import Floats, Ints
 from kvpilot.plan.holdings import doubled
 
-EVERYBODY = 0
-"""The group of rows of all who have none of their own."""
 _OUT = -1
-_BUCKET_BITS = 13
-"""Of a double's 64 those of the exponent and of the first two of the fraction."""
+_BUCKETS = 1 << 13
+_SHIFT = 63 - 13
+"""Of a double's bits those left are the exponent and the first two of the fraction."""
 _BATCH = 256
-"""Rows that are looked at together at least: fewer take as long."""
+"""Rows that are given together at least: fewer take as long."""
 
 
 class Ranks:
-    """``put`` says which rows take part, and what they are worth; each belongs to a group (0, 1, …)."""
+    """``put`` says which rows take part, what they are worth and to which group (0, 1, …) they belong."""
 
-    def __init__(self) -> None:
-        self._key = np.full(64, _OUT, dtype=np.int64)
-        """By row: group and bucket."""
-        self._rows: dict[int, set[int]] = {}
-        """By group and bucket."""
+    def __init__(self, rows: int) -> None:
+        self._bucket = np.full(rows, _OUT, dtype=np.int16)
+        self._group = np.zeros(rows, dtype=np.int16)
+        self._counts = np.zeros((1, _BUCKETS), dtype=np.int64)
+        """[groups, buckets] rows."""
 
     def grow(self, rows: int) -> None:
-        while len(self._key) < rows:
-            fresh = len(self._key)
-            self._key = doubled(self._key)
-            self._key[fresh:] = _OUT
+        while len(self._bucket) < rows:
+            fresh = len(self._bucket)
+            self._bucket, self._group = doubled(self._bucket), doubled(self._group)
+            self._bucket[fresh:] = _OUT
 
     def put(self, rows: Ints, there: Ints, worth: Floats, group: Ints) -> None:
         """``rows`` [n] take part where ``there`` is above 0; worths [n] are 0 or more."""
-        bucket = np.ascontiguousarray(worth, dtype=np.float64).view(np.int64) >> (63 - _BUCKET_BITS)
-        keys = np.where(there > 0, group << _BUCKET_BITS | bucket, _OUT)
-        before = self._key[rows]
-        moved = keys != before
-        for row, old, new in zip(
-            rows[moved].tolist(), before[moved].tolist(), keys[moved].tolist(), strict=True
-        ):
-            if old != _OUT:
-                others = self._rows[old]
-                others.discard(row)
-                if not others:
-                    del self._rows[old]
-            if new != _OUT:
-                self._rows.setdefault(new, set()).add(row)
-        self._key[rows] = keys
+        while int(group.max(initial=0)) >= len(self._counts):
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        bits = np.ascontiguousarray(worth, dtype=np.float64).view(np.int64) >> _SHIFT
+        bucket = np.where(there > 0, bits, _OUT)
+        moved = (bucket != self._bucket[rows]) | (group != self._group[rows])
+        rows, bucket, group = rows[moved], bucket[moved], group[moved]
+        self._count(rows, -1)
+        self._bucket[rows], self._group[rows] = bucket, group
+        self._count(rows, 1)
 
     def upwards(self, group: int | None = None) -> Iterator[Ints]:
         """Rows in batches, ascending in each, with all of a batch's worths, those worth least first; ``group`` None:
         of all."""
-        chosen = (key for key in self._rows if group is None or key >> _BUCKET_BITS == group)
-        return self._batches(chosen, dearest_first=False)
+        groups = np.full(len(self._counts), group is None)
+        if group is not None and group < len(groups):
+            groups[group] = True
+        return self._batches(groups, dearest_first=False)
 
-    def downwards(self, without: Collection[int] = ()) -> Iterator[Ints]:
-        """The same, those worth most first, of all groups but those ``without``."""
-        chosen = (key for key in self._rows if key >> _BUCKET_BITS not in without)
-        return self._batches(chosen, dearest_first=True)
+    def downwards(self, without: Ints) -> Iterator[Ints]:
+        """The same, those worth most first, of all groups but these."""
+        groups = np.ones(len(self._counts), dtype=bool)
+        groups[without[without < len(groups)]] = False
+        return self._batches(groups, dearest_first=True)
 
-    def _batches(self, keys: Iterable[int], *, dearest_first: bool) -> Iterator[Ints]:
-        by_worth: dict[int, list[set[int]]] = {}
-        for key in keys:
-            by_worth.setdefault(key & ((1 << _BUCKET_BITS) - 1), []).append(self._rows[key])
-        found: list[set[int]] = []
-        count = 0
-        for bucket in sorted(by_worth, reverse=dearest_first):
-            found += by_worth[bucket]
-            count += sum(map(len, by_worth[bucket]))
-            if count >= _BATCH:
-                yield _ascending(found, count)
-                found, count = [], 0
-        if found:
-            yield _ascending(found, count)
+    def _batches(self, groups: npt.NDArray[np.bool_], *, dearest_first: bool) -> Iterator[Ints]:
+        counts = self._counts[groups].sum(axis=0)
+        buckets = np.flatnonzero(counts)
+        if dearest_first:
+            buckets = buckets[::-1]
+        ends = np.cumsum(counts[buckets])
+        first = 0
+        while first < len(buckets):
+            before = int(ends[first - 1]) if first else 0
+            last = min(int(np.searchsorted(ends, before + _BATCH)), len(buckets) - 1)
+            low, high = sorted((int(buckets[first]), int(buckets[last])))
+            rows = np.flatnonzero((self._bucket >= low) & (self._bucket <= high))
+            yield rows if groups.all() else rows[groups[self._group[rows]]]
+            first = last + 1
 
-
-def _ascending(found: list[set[int]], count: int) -> Ints:
-    return np.sort(np.fromiter(chain(*found), dtype=np.int64, count=count))
+    def _count(self, rows: Ints, more: int) -> None:
+        bucket = self._bucket[rows]
+        there = bucket != _OUT
+        np.add.at(self._counts, (self._group[rows][there], bucket[there]), more)

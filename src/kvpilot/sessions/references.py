@@ -7,14 +7,15 @@ the old one held: the rule "evict what no live session holds, and nothing else" 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpilot.context.chunks import ChunkHasher
 from kvpilot.context.prefix_tree import IntegrityError, Node, PrefixTree
 from kvpilot.domain import Space, TokenArray
 
-__all__ = ["IntegrityError", "ReferenceTable", "Released", "TableSize"]
+__all__ = ["Changes", "IntegrityError", "Node", "ReferenceTable", "Released", "TableSize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class Released:
     context: TokenArray | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Chunks that the same contexts hold, behind the run number ``above`` (-1: at the beginning)."""
+@dataclass(slots=True, eq=False)
+class Changes:
+    """What has changed since somebody looked last, for him to take: runs that came, went (``refs`` 0) or are others
+    now, and owners that have another context, or none. In the order of events."""
 
-    space: Space
-    above: int
-    chunks: Sequence[bytes]
+    nodes: dict[Node, Space] = field(default_factory=dict)
+    owners: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class ReferenceTable:
         self._hasher = hasher
         self._trees: dict[Space, PrefixTree] = {}
         self._owners: dict[str, tuple[Space, Node]] = {}
+        self._followers: list[Changes] = []
 
     def __contains__(self, owner: str) -> bool:
         return owner in self._owners
@@ -66,16 +68,19 @@ class ReferenceTable:
         ``hashes``: those of all complete chunks of ``tokens``, where the caller has them already; ValueError
         when they cannot be.
         """
-        tree = self._trees.get(space) or PrefixTree(self._hasher)
+        tree = self._trees.get(space) or PrefixTree(self._hasher, partial(self._changed, space))
         node = tree.acquire(tokens, hashes)
         self._trees[space] = tree
         old = self._owners.get(owner)
         self._owners[owner] = (space, node)
+        self._moved(owner)
         return self._release(*old) if old else Released(space)
 
     def drop(self, owner: str) -> Released:
         """Take the owner's reference away. Raises KeyError for an unknown owner."""
-        return self._release(*self._owners.pop(owner))
+        released = self._release(*self._owners.pop(owner))
+        self._moved(owner)
+        return released
 
     def owners(self) -> list[str]:
         return list(self._owners)
@@ -114,20 +119,26 @@ class ReferenceTable:
             return []
         return [owner for owner, (_, tip) in self._owners.items() if any(part is node for part in tip.path())]
 
-    def runs(self) -> tuple[list[Run], dict[str, int]]:
-        """All live contexts as runs, predecessors first, and by owner the number of its last run (-1: an empty
-        context). O(nodes + chunks)."""
-        runs: list[Run] = []
-        numbers: dict[int, int] = {}
-        for space, tree in self._trees.items():
-            for node in tree.walk():
-                above = -1 if node.parent is None else numbers[id(node.parent)]
-                if node.parent is None:
-                    numbers[id(node)] = -1
-                    continue
-                numbers[id(node)] = len(runs)
-                runs.append(Run(space, above, tree.own_hashes(node)))
-        return runs, {owner: numbers[id(node)] for owner, (_, node) in self._owners.items()}
+    # ------------------------------------------------------------ for who keeps a picture of it
+
+    def follow(self) -> Changes:
+        """A picture of all there is begins with what is returned, and is kept up by what is found in it later."""
+        nodes = {node: space for space, tree in self._trees.items() for node in tree.nodes() if node.parent}
+        changes = Changes(nodes, dict.fromkeys(self._owners))
+        self._followers.append(changes)
+        return changes
+
+    def unfollow(self, changes: Changes) -> None:
+        self._followers.remove(changes)
+
+    def tip(self, owner: str) -> Node:
+        """The run at whose end the owner's context ends; one without a parent for an empty context."""
+        return self._owners[owner][1]
+
+    def nodes_with(self, space: Space, chunks: Sequence[bytes]) -> Collection[Node]:
+        """The runs of live contexts with any of these chunks."""
+        tree = self._trees.get(space)
+        return tree.nodes_with(chunks) if tree else ()
 
     def is_live(self, space: Space, chunk: bytes) -> bool:
         return self.holders(space, (chunk,)) != [0]
@@ -174,6 +185,14 @@ class ReferenceTable:
                     raise IntegrityError(f"{space}: owners at token {node.end} miscounted")
         if ends:
             raise IntegrityError(f"{len(ends)} references point to runs that are gone")
+
+    def _changed(self, space: Space, node: Node) -> None:
+        for changes in self._followers:
+            changes.nodes[node] = space
+
+    def _moved(self, owner: str) -> None:
+        for changes in self._followers:
+            changes.owners[owner] = None
 
     def _release(self, space: Space, node: Node) -> Released:
         tree = self._trees[space]
