@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.made_up import CHUNK, overlays, scenarios
@@ -11,6 +12,7 @@ from tests.sim.test_tiers import SIMPLE, agents, lru
 from kvpilot.domain import Tier
 from kvpilot.plan.placement import PlacementSettings
 from kvpilot.replay.plan import Hints
+from kvpilot.sim.clairvoyant import clairvoyant
 from kvpilot.sim.hardware import PROFILES, Hardware
 from kvpilot.sim.one_tier import Scenario
 from kvpilot.sim.planned import PlannedNode, run_planned
@@ -82,6 +84,26 @@ def test_all_of_a_conversation_makes_way_not_only_its_last_turn() -> None:
     scenario = agents(*first, *turns)
     ours = run_planned(scenario, SIMPLE, 40, Hints.LIFECYCLE)
     assert ours.ttft[80:].mean() < 0.5 * lru(scenario, 40).ttft[80:].mean()
+
+
+def test_what_waits_for_room_is_loaded_into_the_room_that_is_left() -> None:
+    # Replies take 100 s, a device has room for 10. d displaces all of b; when b returns, c runs and leaves room for 4.
+    machine = msgspec.structs.replace(
+        SIMPLE,
+        token_s=0.0,
+        decode_token_s=100.0,
+        stores=(msgspec.structs.replace(SIMPLE.stores[0], size=4.0),),
+    )
+    scenario = agents((0.0, "b", 6), (200.0, "d", 10), (400.0, "c", 6), (410.0, "b", 0))
+    loads = {
+        name: float((outcome.ttft - outcome.waited)[3])
+        for name, outcome in {
+            "lru": lru(scenario, 10, machine),
+            "kvpilot": run_planned(scenario, machine, 10, Hints.NONE),
+            "clairvoyant": clairvoyant(scenario, machine, 10),
+        }.items()
+    }
+    assert loads == pytest.approx({"lru": 0.6, "kvpilot": 0.2, "clairvoyant": 0.2})
 
 
 def test_what_is_over_is_never_written_to_disk() -> None:
