@@ -34,7 +34,11 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = Book(SIZE, pool_blocks=40)
-        self.kept: Kept[int] = Kept(self.book)
+        self.kept: Kept[int] = Kept(
+            self.book, lambda block: self.blocks[block].value, lambda block: self.blocks[block].length
+        )
+        self.blocks: dict[int, Free] = {}
+        """All there ever were."""
         self.book.on_lost = self._lost
         self.free: dict[int, Free] = {}
         self.nobodys: list[int] = []
@@ -75,8 +79,8 @@ class Machine(RuleBasedStateMachine):
             for place, value in reversed(list(enumerate(hashes)))
         }
         self.next_id += len(hashes)
-        values, lengths = [b.value for b in freed.values()], [b.length for b in freed.values()]
-        nobodys = self.kept.add(list(freed), list(freed), values, lengths)
+        self.blocks.update(freed)
+        nobodys = self.kept.add(list(freed), list(freed))
         assert all((n in nobodys) == (block.value not in self.book.claimed) for n, block in freed.items())
         self.free.update((n, block) for n, block in freed.items() if n not in nobodys)
 
@@ -152,7 +156,7 @@ TestOrderOfReuse = Machine.TestCase
 
 def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None:
     book = Book(SIZE, 40)
-    kept: Kept[str] = Kept(book)
+    kept: Kept[str] = Kept(book, str.encode, lambda block: SIZE * (1 + block.count("/")))
     system = ["sys"]
     for name, parts in (("old", ["a", "b"]), ("new", ["c"])):
         hashes = chain(*system, *parts)
@@ -161,19 +165,18 @@ def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None
         if name == "new":
             hashes = hashes[1:]  # The shared block is there once.
         hashes.reverse()
-        lengths = [SIZE * (1 + value.count(b"/")) for value in hashes]
-        kept.add([*map(hash, hashes)], [value.decode() for value in hashes], hashes, lengths)
+        kept.add([*map(hash, hashes)], [value.decode() for value in hashes])
     book.demote(("", "old"))
     assert kept.pop(9, 2.0) == ["sys/a/b", "sys/a", "sys/c", "sys"]
 
 
 def test_blocks_of_contexts_that_came_since_the_last_ranking_are_found_wherever_they_are_filed() -> None:
     book = Book(SIZE, 40)
-    kept: Kept[str] = Kept(book)
+    kept: Kept[str] = Kept(book, lambda block: shared[0], lambda block: SIZE)
     book.ranking(0.0)
     shared = chain("sys")
     first, second = (book.begin(("", name), shared, 0.0) for name in ("first", "second"))
-    kept.add([1], ["block"], shared, [SIZE])
+    kept.add([1], ["block"])
     assert kept.homes[1] in (first.number, second.number)
     assert kept.pop(1, 0.0) == ["block"] and len(kept) == 0
 

@@ -118,6 +118,8 @@ class Book:
         self._free_numbers: list[int] = []
         self._returns = Returns()
         self._ranking: Ranking | None = None
+        self.wishes = 0
+        """Wishes for certain blocks there are."""
         self.taken = 0
         """Blocks that contexts needed and others were given, of all."""
         self.on_lost: Callable[[int, int], None] = lambda number, length: None
@@ -263,6 +265,7 @@ class Book:
     def retain_blocks(self, salt: str, hashes: Sequence[Hash], until: float, now: float) -> None:
         """The same for certain blocks, whoever needs them."""
         context = self._add(Context(0, None, used_at=now, expires_at=until, origin=salt))
+        self.wishes += 1
         self._set_claims(context, hashes)
         self._ranking = None
         self._make_room(context)
@@ -313,6 +316,11 @@ class Book:
     @property
     def claims(self) -> int:
         return self._claims
+
+    def holds_from_the_head(self, number: int) -> bool:
+        """Whether a context claims all that lies before what it claims, as a conversation does, and a wish need not."""
+        context = self._contexts.get(number)
+        return context is not None and context.session is not None
 
     def needed(self, value: Hash, context: Context, *, last: bool) -> bool:
         """Whether somebody will ask for what a request of this context made: unless the session ends with it
@@ -470,7 +478,9 @@ class Book:
         self._set_claims(context, ())
         del self._contexts[context.number]
         self._free_numbers.append(context.number)
-        if (session := context.session) is not None:
+        if (session := context.session) is None:
+            self.wishes -= 1
+        else:
             session.contexts.remove(context)
             if not session.contexts and session.retained_until <= 0.0:
                 self._sessions.pop(session.key, None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from kvpilot.engine.book import Book
+from kvpilot.engine.book import Book, Hash
 from kvpilot.engine.kept import Kept
 
 log = logging.getLogger("vllm.kvpilot")
@@ -26,6 +26,14 @@ _AHEAD_SHARE = 1 / 64
 _popleft_n: Callable[[FreeKVCacheBlockQueue, int], list[KVCacheBlock]] = FreeKVCacheBlockQueue.popleft_n
 
 
+def _name(block: KVCacheBlock) -> Hash:
+    return (block._block_hash or b"")[:-_GROUP_BYTES]
+
+
+def _length(block: KVCacheBlock) -> int:
+    return block._block_hash_num_tokens or 0
+
+
 class SessionFreeQueue(FreeKVCacheBlockQueue):
     """Takes the place of ``BlockPool.free_block_queue``. ``num_free_blocks`` counts kept blocks, too."""
 
@@ -36,7 +44,7 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         self.append_n_plain(free)
         self._book = book
         self._ahead = min(_AHEAD, int(_AHEAD_SHARE * book.pool_blocks))
-        self.kept: Kept[KVCacheBlock] = Kept(book)
+        self.kept: Kept[KVCacheBlock] = Kept(book, _name, _length)
         self._homes = self.kept.homes
         self.clock = clock
         book.on_lost = self._lost
@@ -91,16 +99,14 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         if not self._book.claims:
             super().append_n(blocks)
             return
-        full = [block for block in blocks if block._block_hash is not None]
-        bare = [block for block in blocks if block._block_hash is None] if len(full) < len(blocks) else []
-        plain = self.kept.add(
-            [block.block_id for block in full],
-            full,
-            [block._block_hash[:-_GROUP_BYTES] for block in full],
-            [block._block_hash_num_tokens or 0 for block in full],
-        )
-        self.num_free_blocks += len(full) - len(plain)
-        super().append_n(bare + plain)
+        bare: list[KVCacheBlock] = []
+        if None in [block._block_hash for block in blocks]:
+            bare = [block for block in blocks if block._block_hash is None]
+            blocks = [block for block in blocks if block._block_hash is not None]
+        plain = self.kept.add([block.block_id for block in blocks], blocks)
+        self.num_free_blocks += len(blocks) - len(plain)
+        if bare or plain:
+            super().append_n(bare + plain)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [*super().get_all_free_blocks(), *self.kept.in_order(self.clock())]

@@ -11,7 +11,8 @@ This runs in every step of an engine's scheduler, for every block that comes and
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvpilot.engine.book import Book, Hash, Ranking
@@ -19,8 +20,13 @@ from kvpilot.engine.book import Book, Hash, Ranking
 B = TypeVar("B")
 
 
+def nth(values: Iterable[B], place: int) -> B:
+    """One of several, by its place."""
+    return next(islice(values, place, None))
+
+
 class _Pile(Generic[B]):
-    """Blocks filed under one context, by id: (tokens from the context's head to its end, hash, block).
+    """Blocks filed under one context, by id.
 
     They come as vLLM frees a request's, from the tail on, so they are nearly always in order already.
     """
@@ -28,25 +34,20 @@ class _Pile(Generic[B]):
     __slots__ = ("blocks", "least", "tidy")
 
     def __init__(self) -> None:
-        self.blocks: OrderedDict[int, tuple[int, Hash, B]] = OrderedDict()
+        self.blocks: OrderedDict[int, B] = OrderedDict()
         self.least = 0
         """Length of the block that came last."""
         self.tidy = True
 
-    def put_in_order(self) -> None:
-        """From the tail of the context to its head."""
-        if not self.tidy:
-            self.blocks = OrderedDict(sorted(self.blocks.items(), key=lambda item: -item[1][0]))
-            self.least = next(reversed(self.blocks.values()))[0]
-            self.tidy = True
-
 
 class Kept(Generic[B]):
     """Free blocks that a context of ``book`` claims, by their ids. All operations are O(1) a block, but for piles
-    that have to be put in order."""
+    that have to be put in order. ``name``: a block's hash; ``length``: tokens from its context's head to its end."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, name: Callable[[B], Hash], length: Callable[[B], int]) -> None:
         self._book = book
+        self._name = name
+        self._length = length
         self._claimed = book.claimed
         self.homes: dict[int, int] = {}
         """Block id → number of the context it is filed under."""
@@ -61,42 +62,30 @@ class Kept(Generic[B]):
     def __contains__(self, block_id: int) -> bool:
         return block_id in self.homes
 
-    def add(
-        self, ids: Sequence[int], blocks: Sequence[B], hashes: Sequence[Hash], lengths: Sequence[int]
-    ) -> list[B]:
-        """Keep blocks: their ids, hashes, and how many tokens from its context's head each ends. Returns those that
-        nobody claims."""
-        claimants = [*map(self._claimed.get, hashes)]
-        first = claimants[0] if claimants else None
-        if isinstance(first, int) and claimants.count(first) == len(claimants):
-            self._add_run(first, ids, blocks, hashes, lengths)
+    def add(self, ids: Sequence[int], blocks: Sequence[B]) -> list[B]:
+        """Keep blocks of one context, as a request that ends leaves them, or of any. Returns those that nobody
+        claims."""
+        if not ids:
             return []
+        first, last = self._length(blocks[0]), self._length(blocks[-1])
+        if first - last == (len(ids) - 1) * self._book.block_tokens:
+            # From tail to head. Who claims a block claims what lies before it: one look is enough.
+            owner = self._claimed.get(self._name(blocks[0]))
+            if isinstance(owner, int) and self._book.holds_from_the_head(owner):
+                pile = self._pile(owner)
+                pile.tidy = pile.tidy and (not pile.blocks or first <= pile.least)
+                pile.least = last
+                pile.blocks.update(zip(ids, blocks, strict=True))
+                self.homes.update(dict.fromkeys(ids, owner))
+                return []
         nobodys: list[B] = []
-        for block_id, block, value, length, found in zip(
-            ids, blocks, hashes, lengths, claimants, strict=True
-        ):
+        for block_id, block in zip(ids, blocks, strict=True):
+            found = self._claimed.get(self._name(block))
             if found is None:
                 nobodys.append(block)
             else:
-                home = found if isinstance(found, int) else next(iter(found))
-                self._file(home, block_id, length, value, block)
+                self._file(found if isinstance(found, int) else next(iter(found)), block_id, block)
         return nobodys
-
-    def _add_run(
-        self,
-        home: int,
-        ids: Sequence[int],
-        blocks: Sequence[B],
-        hashes: Sequence[Hash],
-        lengths: Sequence[int],
-    ) -> None:
-        """File blocks of one context: what a request that ends has nearly always."""
-        pile = self._pile(home)
-        in_order = lengths == sorted(lengths, reverse=True) and (not pile.blocks or lengths[0] <= pile.least)
-        pile.tidy = pile.tidy and in_order
-        pile.least = lengths[-1]
-        pile.blocks.update(zip(ids, zip(lengths, hashes, blocks, strict=True), strict=True))
-        self.homes.update(dict.fromkeys(ids, home))
 
     def discard(self, block_id: int) -> bool:
         """The block is free no more (or its content is gone). False: it was not kept."""
@@ -141,28 +130,38 @@ class Kept(Generic[B]):
 
     def _take(self, number: int, ranking: Ranking, count: int, taken: list[B]) -> bool:
         pile = self._piles[number]
-        pile.put_in_order()
-        claimed, homes, blocks = self._claimed, self.homes, pile.blocks
-        if len(blocks) <= count - len(taken):
-            claims = [claimed.get(value) for _, value, _ in blocks.values()]
-            if claims.count(number) == len(claims):  # All of it goes, as from most contexts.
-                taken.extend([block for _, _, block in blocks.values()])
-                for block_id in self._piles.pop(number).blocks:
-                    del homes[block_id]
-                return len(taken) == count
+        self._put_in_order(pile)
+        homes, blocks = self.homes, pile.blocks
+        wanted = min(len(blocks), count - len(taken))
+        if self._only_its_own(number, nth(blocks.values(), wanted - 1)):
+            for _ in range(wanted):
+                block_id, block = blocks.popitem(last=False)
+                del homes[block_id]
+                taken.append(block)
+        else:
+            self._take_one_by_one(number, ranking, count, taken)
+        if not blocks:
+            del self._piles[number]
+        return len(taken) == count
+
+    def _only_its_own(self, number: int, block: B) -> bool:
+        """Whether no other context claims what is filed under this one up to this block, seen from the tail: whoever
+        claims a block claims what lies before it, but for wishes."""
+        claimants = self._claimed.get(self._name(block))
+        return not self._book.wishes and (claimants is None or claimants == number)
+
+    def _take_one_by_one(self, number: int, ranking: Ranking, count: int, taken: list[B]) -> None:
+        homes, blocks = self.homes, self._piles[number].blocks
         while blocks:
-            block_id, (length, value, block) = blocks.popitem(last=False)
+            block_id, block = blocks.popitem(last=False)
             del homes[block_id]
-            claimants = claimed.get(value)
-            if claimants is None or claimants == number or ranking.best(claimants) == number:
+            claimants = self._claimed.get(self._name(block))
+            if claimants == number or claimants is None or ranking.best(claimants) == number:
                 taken.append(block)
                 if len(taken) == count:
                     break
             else:
-                self._file(ranking.best(claimants), block_id, length, value, block)
-        if not blocks:
-            del self._piles[number]
-        return len(taken) == count
+                self._file(ranking.best(claimants), block_id, block)
 
     def lost(self, number: int, length: int) -> list[B]:
         """A context gave up claims on what ends more than ``length`` tokens from its head: blocks filed under it go
@@ -171,21 +170,21 @@ class Kept(Generic[B]):
         pile = self._piles.get(number)
         if pile is None:
             return nobodys
-        pile.put_in_order()
+        self._put_in_order(pile)
         gone = []
-        for block_id, (end, value, block) in pile.blocks.items():
-            if end <= length:
+        for block_id, block in pile.blocks.items():
+            if self._length(block) <= length:
                 break
-            gone.append((block_id, end, value, block))
-        for block_id, end, value, block in gone:
-            claimants = self._claimed.get(value)
+            gone.append((block_id, block))
+        for block_id, block in gone:
+            claimants = self._claimed.get(self._name(block))
             if claimants is None:
                 self.discard(block_id)
                 nobodys.append(block)
             elif number != claimants and not (isinstance(claimants, set) and number in claimants):
                 self.discard(block_id)
                 home = claimants if isinstance(claimants, int) else next(iter(claimants))
-                self._file(home, block_id, end, value, block)
+                self._file(home, block_id, block)
         return nobodys
 
     def in_order(self, now: float) -> list[B]:
@@ -193,10 +192,10 @@ class Kept(Generic[B]):
         ranking = self._book.ranking(now)
         found = []
         for home, pile in self._piles.items():
-            for block_id, (length, value, block) in pile.blocks.items():
-                claimants = self._claimed.get(value)
+            for block_id, block in pile.blocks.items():
+                claimants = self._claimed.get(self._name(block))
                 best = home if claimants is None else ranking.best(claimants)
-                found.append(((ranking.of(best), best, -length, block_id), block))
+                found.append(((ranking.of(best), best, -self._length(block), block_id), block))
         return [block for _, block in sorted(found, key=lambda item: item[0])]
 
     def size_of(self, number: int) -> int:
@@ -212,7 +211,7 @@ class Kept(Generic[B]):
 
     def clear(self) -> list[B]:
         """Keep nothing any more; returns what was kept."""
-        blocks = [entry[2] for pile in self._piles.values() for entry in pile.blocks.values()]
+        blocks = [block for pile in self._piles.values() for block in pile.blocks.values()]
         self.homes.clear()
         self._piles.clear()
         return blocks
@@ -226,10 +225,19 @@ class Kept(Generic[B]):
             self._empty = place
         return pile
 
-    def _file(self, home: int, block_id: int, length: int, value: Hash, block: B) -> None:
+    def _file(self, home: int, block_id: int, block: B) -> None:
         pile = self._pile(home)
+        length = self._length(block)
         if length > pile.least and pile.blocks:
             pile.tidy = False
         pile.least = length
-        pile.blocks[block_id] = (length, value, block)
+        pile.blocks[block_id] = block
         self.homes[block_id] = home
+
+    def _put_in_order(self, pile: _Pile[B]) -> None:
+        """From the tail of the context to its head."""
+        if not pile.tidy:
+            length = self._length
+            pile.blocks = OrderedDict(sorted(pile.blocks.items(), key=lambda item: -length(item[1])))
+            pile.least = length(next(reversed(pile.blocks.values())))
+            pile.tidy = True

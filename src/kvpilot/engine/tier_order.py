@@ -42,6 +42,14 @@ class Chunk(Generic[P]):
         return self.key[:-GROUP_BYTES]
 
 
+def _name(chunk: Chunk[P]) -> Hash:
+    return chunk.hash
+
+
+def _length(chunk: Chunk[P]) -> int:
+    return chunk.length
+
+
 class TierOrder(Generic[P]):
     """The chunks of one tier. ``payload``: whatever the tier needs to find one again. Putting, using, pinning and
     taking cost O(log n) a chunk."""
@@ -75,7 +83,7 @@ class TierOrder(Generic[P]):
     def follow(self, book: Book) -> None:
         """From now on this book's claims and ranking count."""
         self.forget_book()
-        kept = self._kept = Kept(book)
+        kept = self._kept = Kept(book, _name, _length)
         before = book.on_lost
 
         def on_lost(number: int, length: int) -> None:
@@ -218,7 +226,7 @@ class TierOrder(Generic[P]):
         """File a chunk under a context that claims it; whether there is one."""
         if self._kept is None:
             return False
-        return not self._kept.add([chunk.number], [chunk], [chunk.hash], [chunk.length])
+        return not self._kept.add([chunk.number], [chunk])
 
     def _loosen(self, chunk: Chunk[P]) -> None:
         chunk.loose = True
