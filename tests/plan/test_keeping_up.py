@@ -212,4 +212,4 @@ class KeepingUp(RuleBasedStateMachine):
 
 
 TestKeepingUp = KeepingUp.TestCase
-TestKeepingUp.settings = settings(max_examples=60, stateful_step_count=40)
+TestKeepingUp.settings = settings(max_examples=30, stateful_step_count=40)

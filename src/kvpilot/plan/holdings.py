@@ -80,8 +80,12 @@ class Holdings:
         """What it is counted with in the worth of its runs."""
         self._unsure = np.zeros(64, dtype=bool)
         """Contexts that may be worth something else than they are counted with."""
-        self._special = np.zeros(64, dtype=bool)
-        """Those with a wish or an announcement."""
+        self._announced = np.zeros(64, dtype=bool)
+        """Those whose next request was announced."""
+        self._wishing = np.zeros(64, dtype=bool)
+        """Those that wish to be kept, or have a priority above 0, and …"""
+        self._heard = np.zeros(64, dtype=bool)
+        """… those of them whose wish is counted."""
         self._arrivals: Floats = np.zeros(64)
         self._resting = np.zeros(64, dtype=np.int64)
         """Contexts that rest on the run."""
@@ -208,12 +212,12 @@ class Holdings:
     def wish(self, context: int, kept: bool = False, priority: int = 0) -> None:
         """What a client wishes for the context."""
         self.kept[context], self.priority[context] = kept, priority
-        self._look_again(context)
+        self._wishing[context], self._unsure[context] = kept or priority > 0, True
 
     def announce(self, context: int, due: float = np.nan) -> None:
         """The context's next request comes at ``due``, unix seconds; NaN: nobody says so any more."""
         self.due[context] = due
-        self._look_again(context)
+        self._announced[context], self._unsure[context] = not np.isnan(due), True
 
     def decline(self, context: int, declines: bool) -> None:
         """Whether nothing is to be brought for this context: what others hold, too, is brought for them."""
@@ -233,13 +237,20 @@ class Holdings:
 
     # ------------------------------------------------------------ worth
 
-    def to_count(self) -> Ints:
-        """Contexts to :meth:`count`: of which something has changed, or that have a wish or an announcement.
-        O(contexts) only in looking through two columns of bits."""
+    def wishes(self) -> Ints:
+        """Contexts that wish to be kept, or have a priority above 0. O(them) and a look through a column of bits."""
+        return np.flatnonzero(self._wishing[: self.contexts])
+
+    def to_count(self, heard: Ints) -> tuple[Ints, Bools]:
+        """Contexts to :meth:`count` [n], and whether their wishes are heard [n]: those of which something has changed,
+        or whose return was announced. ``heard``: all whose wishes are. O(contexts) only in looking through columns of
+        bits."""
         n = self.contexts
-        found = np.flatnonzero(self._unsure[:n] | self._special[:n])
-        self._unsure[:n] = False
-        return found
+        now = np.zeros(n, dtype=bool)
+        now[heard] = True
+        rows = np.flatnonzero(self._unsure[:n] | self._announced[:n] | (now != self._heard[:n]))
+        self._unsure[:n], self._heard[:n] = False, now
+        return rows, now[rows]
 
     def count(self, contexts: Ints, worth: Floats) -> None:
         """These [n], each once, are worth that much, and all their runs accordingly. O(n · runs of a context)."""
@@ -287,10 +298,6 @@ class Holdings:
             if not following:
                 del self._behind[above]
 
-    def _look_again(self, context: int) -> None:
-        wished = self.kept[context] or self.priority[context] or not np.isnan(self.due[context])
-        self._special[context], self._unsure[context] = wished, True
-
     def _changed(self, run: int) -> None:
         for watcher in self._watchers:
             watcher.stale[run] = True
@@ -309,7 +316,7 @@ class Holdings:
         fresh = len(self.rests_on)
         for name in (
             *("rests_on", "kept", "priority", "due", "foreseen"),
-            *("begun", "declines", "_counted", "_unsure", "_special"),
+            *("begun", "declines", "_counted", "_unsure", "_announced", "_wishing", "_heard"),
         ):
             setattr(self, name, doubled(getattr(self, name)))
         self.rests_on[fresh:], self.due[fresh:] = NOTHING, np.nan

@@ -138,12 +138,11 @@ def recount(
     holdings: Holdings, limits: Sequence[TierLimits], now: float, settings: PlacementSettings
 ) -> None:
     """Count contexts with the forecast's worth, corrected by what was announced and what clients wish. O(contexts of
-    which something has changed, or is wished or announced)."""
-    rows = holdings.to_count()
+    which something has changed, wishes and announcements)."""
+    rows, heard = holdings.to_count(_heard(holdings, limits, settings))
     out, due = holdings.foreseen[rows], holdings.due[rows]
     announced = np.flatnonzero(due > now - settings.overdue_s)
     out[announced] = 1.0 / np.maximum(due[announced] - now, settings.lead_s)
-    heard = _heard(holdings, rows, limits, settings)
     priority = holdings.priority[rows]
     kept = heard & holdings.kept[rows]
     out[kept] = np.maximum(out[kept], settings.kept_worth)
@@ -152,27 +151,24 @@ def recount(
     holdings.count(rows, out)
 
 
-def _heard(
-    holdings: Holdings, rows: Ints, limits: Sequence[TierLimits], settings: PlacementSettings
-) -> Bools:
-    """[n] of which of the contexts ``rows`` [n], all that have any, wishes (kept, a priority above 0) are heard: per
-    tenant, highest priority first, while its part of the tiers that are managed has room. O(n), and O(wishes · log
-    wishes) for those who wish too much."""
-    rests = holdings.rests_on[rows]
-    out: Bools = (holdings.kept[rows] | (holdings.priority[rows] > 0)) & (rests != NOTHING)
-    wishing = np.flatnonzero(out)
+def _heard(holdings: Holdings, limits: Sequence[TierLimits], settings: PlacementSettings) -> Ints:
+    """The contexts whose wishes (kept, a priority above 0) are heard: per tenant, highest priority first, while its
+    part of the tiers that are managed has room. O(wishes), and O(wishes · log wishes) for those who wish too much."""
+    wishing = holdings.wishes()
+    wishing = wishing[holdings.rests_on[wishing] != NOTHING]
     if not len(wishing):
-        return out
-    runs = rests[wishing]
+        return _NONE
+    runs = holdings.rests_on[wishing]
     sizes, tenants = holdings.chunks[runs], holdings.tenant[runs]
     wished = np.bincount(tenants, weights=sizes)
     capacity = sum(limit.capacity for limit in limits if limit.managed)
     room = settings.kept_share * capacity / np.count_nonzero(np.bincount(tenants))
+    heard: Bools = np.ones(len(wishing), dtype=bool)
     for tenant in np.flatnonzero(wished > room).tolist():
         own = np.flatnonzero(tenants == tenant)
-        order = own[np.lexsort((rows[wishing[own]], -holdings.priority[rows[wishing[own]]]))]
-        out[wishing[order[np.cumsum(sizes[order]) > room]]] = False
-    return out
+        order = own[np.lexsort((wishing[own], -holdings.priority[wishing[own]]))]
+        heard[order[np.cumsum(sizes[order]) > room]] = False
+    return np.asarray(wishing[heard])
 
 
 class _Planner:
