@@ -103,8 +103,6 @@ class Placing:
         device = self._service.device
         if device.prefetches and device.pool_tokens > 0:
             out += self._on_device(chunk_bytes)
-        else:
-            self._pool = None
         return out
 
     def _on_device(self, chunk_bytes: int) -> list[Decision]:
