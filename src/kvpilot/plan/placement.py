@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+from msgspec import Struct
 
 from kvpilot.domain import Tier
 from kvpilot.plan.exchange import Ints, Rows, entering, exchange, first_rows, leaving
@@ -44,8 +45,7 @@ class MoveKind(StrEnum):
     """Give up the copy in a tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(Struct, frozen=True):
     """Chunks [``first``, ``end``) of a run, into ``tier`` (load, write) or out of it (drop)."""
 
     kind: MoveKind
@@ -183,6 +183,7 @@ class _Planner:
         self._values, self._above, self._end = holdings.worth, holdings.above, holdings.end
         self._limits, self._settings, self._now = limits, settings, now
         self._tiers = layout.tiers
+        self._others = [[at for at in range(len(limits)) if at != tier] for tier in range(len(limits))]
         self._busy = np.flatnonzero(layout.busy[:n])
         # Columns of zeros: memory that is not touched costs nothing.
         self._gone = np.zeros((len(limits), n), dtype=np.int64)
@@ -238,8 +239,7 @@ class _Planner:
         held = self._least(tier, min(most, int(missing.sum())) - room, dearest / (1.0 + margin))
         found = exchange(self._rows(rows, missing), self._rows(*held), room, margin, most)
         room += int(self._used[tier])
-        for at, chunks in found.leave:
-            self._leave(tier, int(held[0][at]), chunks, "makes way for what returns sooner")
+        self._leave(tier, held[0], found.leave, "makes way for what returns sooner")
         room -= int(self._used[tier])
         room = min(room, self._room(tier, 1.0))
         for at, chunks in found.enter:
@@ -259,7 +259,7 @@ class _Planner:
             for tier, limit in enumerate(self._limits):
                 copy = self._copy(tier, run)
                 if limit.managed and copy:
-                    self._drop(tier, run, copy, "without its predecessor")
+                    self._drop(tier, run, copy, copy, "without its predecessor")
 
     # ------------------------------------------------------------ who may move
 
@@ -376,22 +376,30 @@ class _Planner:
         self, tier: int, wanted: int, below: float, reason: str, tenant: int | None = None
     ) -> None:
         rows, loose = self._least(tier, wanted, below, tenant)
-        for at, chunks in leaving(self._rows(rows, loose), wanted, below):
-            self._leave(tier, int(rows[at]), chunks, reason)
+        self._leave(tier, rows, leaving(self._rows(rows, loose), wanted, below), reason)
 
-    def _leave(self, tier: int, run: int, chunks: int, reason: str) -> None:
-        """The last ``chunks`` of the run make way: dropped, or written below first."""
-        end = self._copy(tier, run)
-        below = max((self._copy(to, run) for to in range(tier + 1, len(self._limits))), default=0)
-        alive = below < end and self._values[run] >= self._settings.least_write
-        if alive and any(self._admit(to, run, below, end) for to in range(tier + 1, len(self._limits))):
-            self._stays_here(run)
-            ahead = int(self._above[run])
-            while ahead != NOTHING and (tier, ahead) not in self._stays:
-                self._stays.add((tier, ahead))
-                ahead = int(self._above[ahead])
-        elif (tier, run) not in self._stays:
-            self._drop(tier, run, chunks, reason)
+    def _leave(self, tier: int, rows: Ints, gone: Sequence[tuple[int, int]], reason: str) -> None:
+        """Of each of ``gone`` (index in ``rows``, chunks) the last chunks make way: dropped, or written below first."""
+        if not gone:
+            return
+        runs = rows[[at for at, _ in gone]]
+        ends, below = self._here(tier, runs), self._below(tier, runs)
+        alive = (below < ends) & (self._values[runs] >= self._settings.least_write)
+        columns = (column.tolist() for column in (runs, ends, below, alive))
+        lower = range(tier + 1, len(self._limits))
+        written = len(self.writes)
+        for (_, chunks), run, end, first, lives in zip(gone, *columns, strict=True):
+            if len(self.writes) > written:  # Something below may have made way for what was written.
+                first = max(self._copy(to, run) for to in lower)
+                lives = first < end and self._values[run] >= self._settings.least_write
+            if lives and any(self._admit(to, run, first, end) for to in lower):
+                self._stays_here(run)
+                ahead = int(self._above[run])
+                while ahead != NOTHING and (tier, ahead) not in self._stays:
+                    self._stays.add((tier, ahead))
+                    ahead = int(self._above[ahead])
+            elif (tier, run) not in self._stays:
+                self._drop(tier, run, chunks, end, reason)
 
     def _admit(self, tier: int, run: int, first: int, end: int) -> bool:
         """Writes chunks of a run into the tier where there is room for them, or something that is worth less."""
@@ -409,25 +417,25 @@ class _Planner:
             if int(loose.sum()) < short:
                 return False
             for at, chunks in leaving(self._rows(rows, loose), short, below):
-                self._drop(tier, int(rows[at]), chunks, "makes way for what returns sooner")
+                giver = int(rows[at])
+                self._drop(tier, giver, chunks, self._copy(tier, giver), "makes way for what returns sooner")
         self._coming[tier] += size
         self.writes.append(
             Move(MoveKind.WRITE, run, self._tiers[tier], first, end, value, self._now, "may return")
         )
         return True
 
-    def _drop(self, tier: int, run: int, chunks: int, reason: str) -> None:
-        end = self._copy(tier, run)
+    def _drop(self, tier: int, run: int, chunks: int, end: int, reason: str) -> None:
+        """Gives up the last ``chunks`` of the ``end`` that are there."""
+        left = end - chunks
         self._gone[tier, run] += chunks
         self._used[tier] -= chunks
         self._freed[tier, int(self._holdings.tenant[run])] += chunks
         self._dropped[run] = True
-        if max(self._copy(at, run) for at in range(len(self._limits))) < end:
+        if all(self._copy(at, run) < end for at in self._others[tier]):
             self._cut.append(run)
         value = float(self._values[run])
-        self.drops.append(
-            Move(MoveKind.DROP, run, self._tiers[tier], end - chunks, end, value, self._now, reason)
-        )
+        self.drops.append(Move(MoveKind.DROP, run, self._tiers[tier], left, end, value, self._now, reason))
 
     def _load(self, tier: int, run: int, chunks: int) -> None:
         first, worth = self._copy(tier, run), float(self._values[run])
