@@ -183,7 +183,6 @@ class _Planner:
         self._values, self._above, self._end = holdings.worth, holdings.above, holdings.end
         self._limits, self._settings, self._now = limits, settings, now
         self._tiers = layout.tiers
-        self._others = [[at for at in range(len(limits)) if at != tier] for tier in range(len(limits))]
         self._busy = np.flatnonzero(layout.busy[:n])
         # Columns of zeros: memory that is not touched costs nothing.
         self._gone = np.zeros((len(limits), n), dtype=np.int64)
@@ -259,7 +258,8 @@ class _Planner:
             for tier, limit in enumerate(self._limits):
                 copy = self._copy(tier, run)
                 if limit.managed and copy:
-                    self._drop(tier, run, copy, copy, "without its predecessor")
+                    elsewhere = self._elsewhere(tier, run)
+                    self._drop(tier, run, copy, copy, elsewhere, "without its predecessor")
 
     # ------------------------------------------------------------ who may move
 
@@ -269,11 +269,17 @@ class _Planner:
 
     def _below(self, tier: int, rows: Ints) -> Ints:
         """[n] leading chunks of ``rows`` in lower tiers, likewise."""
-        here = self._layout.here[tier + 1 :, rows] - self._gone[tier + 1 :, rows]
+        return self._here_in(slice(tier + 1, None), rows)
+
+    def _here_in(self, tiers: slice, rows: Ints) -> Ints:
+        here = self._layout.here[tiers, rows] - self._gone[tiers, rows]
         return np.asarray(here.max(axis=0, initial=0))
 
     def _copy(self, tier: int, run: int) -> int:
         return int(self._layout.here[tier, run] - self._gone[tier, run])
+
+    def _elsewhere(self, tier: int, run: int) -> int:
+        return max((self._copy(at, run) for at in range(len(self._limits)) if at != tier), default=0)
 
     def _rows(self, rows: Ints, chunks: Ints) -> Rows:
         return Rows(self._values[rows], chunks, self._end[rows])
@@ -385,13 +391,15 @@ class _Planner:
         runs = rows[[at for at, _ in gone]]
         ends, below = self._here(tier, runs), self._below(tier, runs)
         alive = (below < ends) & (self._values[runs] >= self._settings.least_write)
-        columns = (column.tolist() for column in (runs, ends, below, alive))
+        above = self._here_in(slice(tier), runs)
+        columns = (column.tolist() for column in (runs, ends, below, alive, np.maximum(above, below)))
         lower = range(tier + 1, len(self._limits))
         written = len(self.writes)
-        for (_, chunks), run, end, first, lives in zip(gone, *columns, strict=True):
+        for (_, chunks), run, end, first, lives, elsewhere in zip(gone, *columns, strict=True):
             if len(self.writes) > written:  # Something below may have made way for what was written.
                 first = max(self._copy(to, run) for to in lower)
                 lives = first < end and self._values[run] >= self._settings.least_write
+                elsewhere = self._elsewhere(tier, run)
             if lives and any(self._admit(to, run, first, end) for to in lower):
                 self._stays_here(run)
                 ahead = int(self._above[run])
@@ -399,7 +407,7 @@ class _Planner:
                     self._stays.add((tier, ahead))
                     ahead = int(self._above[ahead])
             elif (tier, run) not in self._stays:
-                self._drop(tier, run, chunks, end, reason)
+                self._drop(tier, run, chunks, end, elsewhere, reason)
 
     def _admit(self, tier: int, run: int, first: int, end: int) -> bool:
         """Writes chunks of a run into the tier where there is room for them, or something that is worth less."""
@@ -417,22 +425,22 @@ class _Planner:
             if int(loose.sum()) < short:
                 return False
             for at, chunks in leaving(self._rows(rows, loose), short, below):
-                giver = int(rows[at])
-                self._drop(tier, giver, chunks, self._copy(tier, giver), "makes way for what returns sooner")
+                giver, why = int(rows[at]), "makes way for what returns sooner"
+                self._drop(tier, giver, chunks, self._copy(tier, giver), self._elsewhere(tier, giver), why)
         self._coming[tier] += size
         self.writes.append(
             Move(MoveKind.WRITE, run, self._tiers[tier], first, end, value, self._now, "may return")
         )
         return True
 
-    def _drop(self, tier: int, run: int, chunks: int, end: int, reason: str) -> None:
-        """Gives up the last ``chunks`` of the ``end`` that are there."""
+    def _drop(self, tier: int, run: int, chunks: int, end: int, elsewhere: int, reason: str) -> None:
+        """Gives up the last ``chunks`` of the ``end`` that are there; ``elsewhere``: those in other tiers."""
         left = end - chunks
         self._gone[tier, run] += chunks
         self._used[tier] -= chunks
         self._freed[tier, int(self._holdings.tenant[run])] += chunks
         self._dropped[run] = True
-        if all(self._copy(at, run) < end for at in self._others[tier]):
+        if elsewhere < end:
             self._cut.append(run)
         value = float(self._values[run])
         self.drops.append(Move(MoveKind.DROP, run, self._tiers[tier], left, end, value, self._now, reason))
