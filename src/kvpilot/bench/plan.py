@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
+from kvpilot import heap
 from kvpilot.domain import Tier, ToolFacts
 from kvpilot.forecast import prior
 from kvpilot.forecast.features import Pause, pause_features
@@ -52,14 +53,15 @@ def run_bench(
         world.step()
         world.carry_out(world.decide())
     wall, cpu, moved = [], [], 0
-    for _ in range(decisions):
-        world.step()
-        began, began_cpu = time.perf_counter(), time.thread_time()
-        moves = world.decide()
-        wall.append(time.perf_counter() - began)
-        cpu.append(time.thread_time() - began_cpu)
-        moved += len(moves)
-        world.carry_out(moves)
+    with heap.settled():  # as in the coordinator
+        for _ in range(decisions):
+            world.step()
+            began, began_cpu = time.perf_counter(), time.thread_time()
+            moves = world.decide()
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.thread_time() - began_cpu)
+            moved += len(moves)
+            world.carry_out(moves)
     return {
         "sessions": sessions,
         "references": world.references,

@@ -16,6 +16,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from kvpilot import heap
 from kvpilot.config import Config, ConfigError, is_loopback, parse_config
 from kvpilot.coordinator.runtime import Runtime
 
@@ -45,7 +46,8 @@ async def serve(config: Config) -> int:
     jobs: list[Callable[[], Awaitable[None]]] = [*(partial(_http, s) for s in servers), *runtime.jobs()]
     tasks = [asyncio.ensure_future(job()) for job in jobs]
     stopping = asyncio.ensure_future(stop.wait())
-    done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+    with heap.settled():
+        done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
     code = 0
     for task in done - {stopping}:
         code = 1

@@ -17,16 +17,13 @@ _MILESTONES = (18, 22, 26, 30, 34, 38, 42)
 """Bins at whose end a wait that goes on is learned from (about 10 s, 40 s, 3 min, 11 min, 43 min, 3 h, 12 h)."""
 
 
-class Open:
+class Open(msgspec.Struct, gc=False):
     """A wait under way. ``learned``: the first bin that was not learned from yet."""
 
-    __slots__ = ("curve", "features", "learned", "since")
-
-    def __init__(self, curve: Curve, features: tuple[str, ...], since: float) -> None:
-        self.curve = curve
-        self.features = features
-        self.since = since
-        self.learned = 0
+    curve: Curve
+    features: tuple[str, ...]
+    since: float
+    learned: int = 0
 
 
 class StoredWait(msgspec.Struct):

@@ -8,7 +8,6 @@ may share one. SIGTERM: no new connections, requests in flight get 5 s, exit cod
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import signal
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import uvicorn
 
+from kvpilot import heap
 from kvpilot.config import Config, parse_config
 from kvpilot.gateway.app import Gateway
 from kvpilot.gateway.protocol import ServerConnection
@@ -56,11 +56,8 @@ def serve(config: Config, listener: socket.socket | None = None) -> None:
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=65,
     )
-    # What is there now stays: the collector need not look at it again, nor after every 700 objects.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
-    Server(settings).run(sockets=[listener])
+    with heap.settled():
+        Server(settings).run(sockets=[listener])
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -45,7 +45,7 @@ class MoveKind(StrEnum):
     """Give up the copy in a tier."""
 
 
-class Move(Struct, frozen=True):
+class Move(Struct, frozen=True, gc=False):
     """Chunks [``first``, ``end``) of a run, into ``tier`` (load, write) or out of it (drop)."""
 
     kind: MoveKind
