@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,14 @@ def test_only_versions_that_were_tried_are_touched() -> None:
     assert "0.33.0" in refusal("0.33.0")
 
 
-def test_the_port_of_an_engine_counts_up_by_its_rank() -> None:
-    assert endpoint("tcp://127.0.0.1:7000", 2) == "tcp://127.0.0.1:7002"
+def test_ports_count_up_by_engine_and_behind_each_by_its_ranks() -> None:
+    first = "tcp://127.0.0.1:7000"
+
+    def parallel(engine: int, ranks: int) -> SimpleNamespace:
+        return SimpleNamespace(data_parallel_index=engine, world_size=ranks)
+
+    assert endpoint(first, parallel(2, 1)) == "tcp://127.0.0.1:7002"
+    assert endpoint(first, parallel(1, 2)) == "tcp://127.0.0.1:7003"
+    assert endpoint(first, parallel(1, 2), 1) == "tcp://127.0.0.1:7005"
     with pytest.raises(ValueError, match="must be like"):
-        endpoint("7000", 0)
+        endpoint("7000", parallel(0, 1))

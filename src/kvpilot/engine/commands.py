@@ -64,6 +64,27 @@ class EngineCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] = 300.0
 
 
+class RankState(StrEnum):
+    OK = "ok"
+    LATE = "late"
+    """Others are done, it is not."""
+    SILENT = "silent"
+    """Its process is there, but does not answer."""
+    DEAD = "dead"
+
+
+class RankReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is known of one rank of the model. ``busy_s``: how long it has been at what it does."""
+
+    rank: int
+    state: RankState = RankState.OK
+    busy_s: float = 0.0
+    pid: int = 0
+    """Of its process, where it says so itself."""
+    loaded: int = 0
+    """Prefetch: blocks that have come from below there."""
+
+
 class EngineOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of a command. ``planned`` blocks were meant; ``confirmed`` of them are now as asked (retain:
     claimed; demote: first to be reused; evict: gone; prefetch: in the device pool); ``skipped`` were left alone as
@@ -84,6 +105,8 @@ class EngineOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     disk: int = 0
     """Evict: files of vLLM's own disk tier that are deleted as well."""
     seconds: float = 0.0
+    ranks: tuple[RankReport, ...] = ()
+    """Of a model with several, for prefetches, and where one does not do as it should."""
 
 
 _DECODER = msgspec.json.Decoder(EngineCommand)

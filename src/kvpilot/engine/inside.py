@@ -72,6 +72,8 @@ class Inside:
         self._running: dict[str, tuple[Context, bool]] = {}
         self._inbox: deque[tuple[bytes, Callable[[bytes], None]]] = deque()
         self._ticked = clock()
+        self.stepped_at = 0.0
+        """When the last scheduling step began, by ``clock``."""
         self._hasher: Any = None
         self.commands = 0
 
@@ -115,6 +117,7 @@ class Inside:
     def step(self) -> None:
         """Before every scheduling step."""
         now = self.clock()
+        self.stepped_at = now
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self.book.tick(now)

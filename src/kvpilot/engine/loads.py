@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -20,17 +20,21 @@ from vllm.v1.request import RequestStatus
 
 from kvpilot.domain import OutcomeStatus
 from kvpilot.engine.book import Context
-from kvpilot.engine.commands import EngineCommand, EngineOutcome
+from kvpilot.engine.commands import EngineCommand, EngineOutcome, RankReport, RankState
+from kvpilot.engine.ranks import arrivals
 
 if TYPE_CHECKING:
     from kvpilot.engine.inside import Inside
 
 SLICE_TOKENS = 4096
 MAX_QUEUED = 256
+RANK_LATE_S = 10.0
+"""After so long a rank that has not loaded a slice, as others have, is late."""
 MAX_LOOKUP_S = 10.0
 """A look-up below that takes longer is given up (LMCache away, say)."""
 
-_NAME = "kvpilot-load-"
+NAME = "kvpilot-load-"
+"""What the names of loads begin with."""
 
 Reply = Callable[[EngineOutcome], None]
 
@@ -52,6 +56,12 @@ class Load:
     loading: bool = False
     cancelled: str = ""
     failed: bool = False
+    loading_since: float = 0.0
+    slice_blocks: int = 0
+    by_rank: dict[int, int] = field(default_factory=dict)
+    """Blocks that have come from below, of those that a rank has loaded whole slices of."""
+    told: bool = False
+    """Its outcome was told already: a rank is late."""
 
 
 class Loader:
@@ -107,6 +117,8 @@ class Loader:
             load = self._queue.popleft()
             if load.request is not None:
                 self._scheduler.finish_requests(load.request.request_id, RequestStatus.FINISHED_ABORTED)
+            if load.told:
+                continue
             load.reply(
                 EngineOutcome(
                     kind=load.command.kind, status=OutcomeStatus.FAILED, id=load.command.id, reason=reason
@@ -135,6 +147,7 @@ class Loader:
         """Do what can be done without waiting; whether the load has ended."""
         if load.loading:
             if not self._arrived(load):
+                self._look_at_ranks(load, now)
                 return False
             if load.failed:
                 return self._end(load, OutcomeStatus.FAILED, "the connector could not load it")
@@ -160,7 +173,7 @@ class Loader:
         self._numbers += 1
         session = load.context.session
         request = self._inside.request(
-            f"{_NAME}{self._numbers}",
+            f"{NAME}{self._numbers}",
             [*load.tokens[:end], beyond],
             load.context.origin,
             session.key[1] if session is not None else None,
@@ -232,7 +245,9 @@ class Loader:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = here + below
         load.loading = True
-        load.loaded += below // scheduler.block_size
+        load.loading_since = self._inside.clock()
+        load.slice_blocks = below // scheduler.block_size
+        load.loaded += load.slice_blocks
         self.slices += 1
         return True
 
@@ -245,6 +260,10 @@ class Loader:
         if request.request_id not in scheduler.finished_recving_kv_req_ids:
             return False
         end = request.num_computed_tokens
+        if arrivals.ranks > 1:
+            (ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            for rank in arrivals.take(request.request_id, set(ids)):
+                load.by_rank[rank] = load.by_rank.get(rank, 0) + load.slice_blocks
         scheduler._update_waiting_for_remote_kv(request)
         # Less than was asked for is no reason to stop here: the next look-up tells what there is.
         load.at = end if end > load.at else load.goal
@@ -263,7 +282,22 @@ class Loader:
         self._scheduler._free_request(load.request)
         load.request = None
 
-    def _end(self, load: Load, status: OutcomeStatus, reason: str) -> bool:
+    def _look_at_ranks(self, load: Load, now: float) -> None:
+        """A slice that has arrived on some ranks, and long after not on others: that is told. It holds its blocks until
+        it has arrived on all, and nothing is loaded after it."""
+        arrived = arrivals.of(load.request.request_id)
+        if load.told or not arrived or now - load.loading_since < RANK_LATE_S:
+            return
+        late = [rank for rank in range(arrivals.ranks) if rank not in arrived]
+        for rank in arrived:
+            load.by_rank[rank] = load.by_rank.get(rank, 0) + load.slice_blocks
+        load.cancelled = f"rank {', '.join(map(str, late))} has not loaded it in {RANK_LATE_S:.0f} s"
+        self._end(load, OutcomeStatus.FAILED, load.cancelled, late)
+        load.told = True
+
+    def _end(self, load: Load, status: OutcomeStatus, reason: str, late: Sequence[int] = ()) -> bool:
+        if load.told:
+            return True
         present, planned = self._inside.present(load.goal, load.context)
         if status is OutcomeStatus.DONE and present < planned:
             status, reason = OutcomeStatus.CLIPPED, "others needed the room meanwhile"
@@ -277,6 +311,21 @@ class Loader:
                 confirmed=present,
                 loaded=load.loaded,
                 seconds=round(self._inside.clock() - load.began, 4),
+                ranks=_by_rank(load, late),
             )
         )
         return True
+
+
+def _by_rank(load: Load, late: Sequence[int]) -> tuple[RankReport, ...]:
+    """What each rank has loaded; nothing where there is one."""
+    if arrivals.ranks == 1:
+        return ()
+    return tuple(
+        RankReport(
+            rank,
+            state=RankState.LATE if rank in late else RankState.OK,
+            loaded=load.by_rank.get(rank, 0),
+        )
+        for rank in range(arrivals.ranks)
+    )

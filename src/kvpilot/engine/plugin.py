@@ -47,6 +47,7 @@ def _wire() -> None:
     _wire_scheduler()
     _wire_tiers()
     _wire_engine()
+    _wire_ranks()
     _wire_route()
 
 
@@ -114,6 +115,47 @@ def _wire_engine() -> None:
     # Plug-ins are loaded inside the engine's constructor: the loop is the first that can still be changed.
     for kind in (EngineCoreProc, DPEngineCoreProc):
         kind.run_busy_loop = opening(kind.run_busy_loop)
+
+
+def _wire_ranks() -> None:
+    """What the ranks say of loads is noted before it is merged, and each rank tells how it is."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from kvpilot.engine.loads import NAME
+    from kvpilot.engine.port import open_rank_port
+    from kvpilot.engine.ranks import arrivals
+
+    merge, loop, work = (
+        KVOutputAggregator.aggregate,
+        WorkerProc.worker_busy_loop,
+        WorkerProc._execute_worker_rpc,
+    )
+
+    def aggregate(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            arrivals.heard(outputs, NAME)
+        except Exception:
+            log.exception("kvpilot cannot tell the ranks apart")
+        return merge(self, outputs, *args, **kwargs)
+
+    def worker_busy_loop(self: Any) -> None:
+        self.kvpilot_pulse = None
+        try:
+            self.kvpilot_pulse = open_rank_port(self)
+        except Exception:
+            log.exception("kvpilot has no port for this rank")
+        loop(self)
+
+    def execute(self: Any, request: Any) -> None:
+        if self.kvpilot_pulse is None:
+            work(self, request)
+        else:
+            self.kvpilot_pulse.during(lambda: work(self, request))
+
+    KVOutputAggregator.aggregate = aggregate
+    WorkerProc.worker_busy_loop = worker_busy_loop
+    WorkerProc._execute_worker_rpc = execute
 
 
 def _wire_route() -> None:

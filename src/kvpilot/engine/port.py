@@ -10,11 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import zmq
 
+from kvpilot.domain import OutcomeStatus
+from kvpilot.engine.commands import CommandError, EngineOutcome, RankReport, parse_command
+from kvpilot.engine.ranks import Pulse, Rank, Ranks, bound, complaint
 from kvpilot.engine.wire import dump
 
 log = logging.getLogger("vllm.kvpilot")
@@ -22,6 +26,10 @@ log = logging.getLogger("vllm.kvpilot")
 VARIABLE = "KVPILOT_PORT"
 WAIT_S = 60.0
 """Longest time a reply is waited for; the command goes on."""
+LOOK_S = 0.1
+STUCK_S = 2.0
+"""With several ranks: how often it is looked whether one has died, and after how long a step of the engine they are
+asked how they are."""
 
 
 def utility(engine: Any, raw: bytes) -> Any:
@@ -34,49 +42,111 @@ def utility(engine: Any, raw: bytes) -> Any:
     return future.result() if future.done() else future
 
 
-def endpoint(variable: str, rank: int) -> str:
-    """Where the engine of a rank listens: the port counted up by its rank. Raises ValueError."""
+def endpoint(variable: str, parallel: Any, rank: int | None = None) -> str:
+    """Where an engine's scheduler listens, or one of its ranks. Raises ValueError.
+
+    Ports count up: data-parallel engines one after the other, and where a model has several ranks, each behind its
+    scheduler. ``parallel``: vLLM's parallel configuration.
+    """
     host, _, port = variable.rpartition(":")
     if not host.startswith("tcp://") or not port.isdecimal():
         raise ValueError(f"{VARIABLE} is {variable!r}: it must be like tcp://127.0.0.1:7000")
-    return f"{host}:{int(port) + rank}"
+    each = 1 + (parallel.world_size if parallel.world_size > 1 else 0)
+    place = parallel.data_parallel_index * each + (0 if rank is None else 1 + rank)
+    return f"{host}:{int(port) + place}"
 
 
 def open_port(engine: Any) -> None:
     """Listen, where the environment says so. Never raises."""
     variable = os.environ.get(VARIABLE, "")
-    inside = getattr(engine.scheduler, "kvpilot", None)
-    if not variable or inside is None:
+    if not variable or getattr(engine.scheduler, "kvpilot", None) is None:
         return
     try:
-        rank = engine.vllm_config.parallel_config.data_parallel_index
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
-        socket.linger = 0
-        socket.bind(endpoint(variable, rank))
+        parallel = engine.vllm_config.parallel_config
+        socket = bound(endpoint(variable, parallel))
+        port = Port(engine, ranks_of(engine, variable))
     except (ValueError, zmq.ZMQError) as error:
         log.warning("kvpilot has no port of its own: %s", error)
         return
-    threading.Thread(target=_serve, args=(socket, engine), name="kvpilot-port", daemon=True).start()
+    threading.Thread(target=port.serve, args=(socket,), name="kvpilot-port", daemon=True).start()
 
 
-def _serve(socket: zmq.Socket[bytes], engine: Any) -> None:
-    while True:
-        try:
-            raw = socket.recv()
-            socket.send(_ask(engine, raw))
-        except zmq.ZMQError:
-            return
-
-
-def _ask(engine: Any, raw: bytes) -> bytes:
-    """Hand a command to the engine's own thread, waking it up, and wait."""
-    from vllm.v1.engine import EngineCoreRequestType
-
-    future: Future[bytes] = Future()
-    engine.scheduler.kvpilot.post(raw, future.set_result)
-    if (queue := getattr(engine, "input_queue", None)) is not None:
-        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+def open_rank_port(worker: Any) -> Pulse | None:
+    """The same in a worker's process, where the model has several ranks. Never raises."""
+    variable = os.environ.get(VARIABLE, "")
+    parallel = worker.worker.worker.vllm_config.parallel_config
+    if not variable or parallel.world_size == 1:
+        return None
+    pulse = Pulse(worker.rank)
     try:
-        return future.result(WAIT_S)
-    except TimeoutError:
-        return dump({"detail": f"the engine did not answer within {WAIT_S:.0f} s"})
+        pulse.listen(endpoint(variable, parallel, worker.rank))
+    except ValueError:
+        return None  # The scheduler says it.
+    return pulse
+
+
+def ranks_of(engine: Any, variable: str) -> Ranks | None:
+    """The ranks behind a scheduler; None: there is one, or nobody knows where they are."""
+    parallel = engine.vllm_config.parallel_config
+    workers = getattr(engine.model_executor, "workers", None)
+    if parallel.world_size == 1 or not isinstance(workers, list) or len(workers) != parallel.world_size:
+        return None
+    return Ranks(
+        [Rank(endpoint(variable, parallel, worker.rank), worker.proc.is_alive) for worker in workers]
+    )
+
+
+class Port:
+    """Hands commands to the engine's own thread and waits for what becomes of them."""
+
+    def __init__(self, engine: Any, ranks: Ranks | None) -> None:
+        self._engine = engine
+        self._inside = engine.scheduler.kvpilot
+        self._ranks = ranks
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                socket.send(self.ask(socket.recv()))
+            except zmq.ZMQError:
+                return
+
+    def ask(self, raw: bytes) -> bytes:
+        """A command's outcome."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        future: Future[bytes] = Future()
+        self._inside.post(raw, future.set_result)
+        if (queue := getattr(self._engine, "input_queue", None)) is not None:
+            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        began = time.monotonic()
+        asked = began
+        while time.monotonic() - began < WAIT_S:
+            try:
+                return future.result(LOOK_S if self._ranks is not None else WAIT_S)
+            except TimeoutError:
+                pass
+            now = time.monotonic()
+            stuck = now - max(began, self._inside.stepped_at) > STUCK_S and now - asked > STUCK_S
+            if self._ranks is not None and (stuck or self._ranks.died()):
+                asked, reports = now, self._ranks.ask()
+                if reason := complaint(reports):
+                    return _stuck(raw, reason, reports)
+        return dump({"detail": f"the engine did not answer within {WAIT_S:.0f} s; the command goes on"})
+
+
+def _stuck(raw: bytes, reason: str, reports: tuple[RankReport, ...]) -> bytes:
+    """The outcome of a command that the engine cannot end, as one of its ranks does not go on."""
+    try:
+        command = parse_command(raw)
+    except CommandError as error:
+        return dump({"detail": str(error)})
+    return dump(
+        EngineOutcome(
+            kind=command.kind,
+            status=OutcomeStatus.FAILED,
+            id=command.id,
+            reason=f"{reason}; the command goes on if it comes back",
+            ranks=reports,
+        )
+    )

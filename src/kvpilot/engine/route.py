@@ -5,6 +5,7 @@ Outside ``/v1``, so that nobody reaches it through kvpilot's gateway; where vLLM
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from argparse import Namespace
@@ -13,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from kvpilot.engine.commands import PATH, CommandError, EngineCommand, Kind, parse_command
+from kvpilot.engine.port import WAIT_S
 from kvpilot.engine.wire import dump, load
 
 MAX_BODY = 8 * 2**20
@@ -60,7 +62,12 @@ class ControlRoute:
         engine = state.kvpilot_engine
         if engine is None:
             return _reply(503, dump({"detail": "there is no engine behind this server"}))
-        answer = bytes(await engine.engine_core.call_utility_async("kvpilot_command", raw))
+        try:
+            async with asyncio.timeout(WAIT_S):
+                answer = bytes(await engine.engine_core.call_utility_async("kvpilot_command", raw))
+        except TimeoutError:
+            late = f"the engine did not answer within {WAIT_S:.0f} s; the command goes on"
+            return _reply(504, dump({"detail": late}))
         return _reply(503 if "detail" in load(answer) else 200, answer)
 
 
