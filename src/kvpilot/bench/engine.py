@@ -46,6 +46,11 @@ def print_report(document: dict[str, Any], console: Console) -> None:
             f"preemptions, {soaked['aborted']:,} cancelled, {soaked['hits_checked']:,} blocks of hits checked, "
             f"{soaked['slices_loaded']:,} slices prefetched; nothing leaked"
         )
+    if (asked := document["commands"]) is not None:
+        for way, ms in asked["ms"].items():
+            console.print(
+                f"a command by the {way}: p50 {ms['p50']:.1f} ms, p90 {ms['p90']:.1f} ms, at most {ms['max']:.1f} ms"
+            )
     if (told := document["same_answers"]) is not None:
         console.print(
             f"same answers: {told['requests']} requests of {told['model']}, other tokens in {len(told['differing'])}, "

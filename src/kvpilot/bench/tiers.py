@@ -46,6 +46,7 @@ VARIANTS = (
 )
 WITH_PLUGIN = ("kvpilot_device",)
 """Variants for an engine with kvpilot's plug-in (``engine.plugin``)."""
+
 OTHER_TENANT_TOKENS = 4096
 NEW_WORDS = 12
 """Words of the new user message; with the template's tokens the turn is at most 32 tokens longer."""
@@ -55,6 +56,19 @@ _SPARE = 1.25
 """Other tenants' contexts fill host memory this many times over."""
 
 Progress = Callable[[str], None]
+
+
+def chosen(names: str | None, *, plugin: bool) -> list[str]:
+    """The variants of a list with commas; all there are with or without the plug-in where there is none. Raises
+    ValueError."""
+    there = [variant for variant in VARIANTS if plugin or variant not in WITH_PLUGIN]
+    if names is None:
+        return there
+    asked = {name.strip() for name in names.split(",") if name.strip()}
+    if unknown := sorted(asked - set(there)):
+        hint = " (it needs --plugin)" if unknown[0] in WITH_PLUGIN else ""
+        raise ValueError(f"no variant {unknown[0]!r}{hint}: there are {', '.join(there)}")
+    return [variant for variant in there if variant in asked]
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -113,15 +127,16 @@ class Discarded(Exception):
 class TierBench:
     """The bench on one stack; :meth:`run` measures one context length."""
 
-    def __init__(self, lab: Lab, run_id: str, sizes: Sizes, progress: Progress) -> None:
+    def __init__(
+        self, lab: Lab, run_id: str, sizes: Sizes, variants: Sequence[str], progress: Progress
+    ) -> None:
         self._lab, self._run_id, self._say = lab, run_id, progress
         self._sizes = sizes
         self._others: list[Context] = []
         self._next_other = 0
         self._turn = 0
         self._overhead = 0
-        plugin = lab.stack.config.engine.plugin
-        self._variants = [v for v in VARIANTS if plugin or v not in WITH_PLUGIN]
+        self._variants = variants
 
     async def prepare(self) -> None:
         """Learn the template's cost, prefill the other tenants' contexts and wait until all are on disk."""

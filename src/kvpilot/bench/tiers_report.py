@@ -32,7 +32,9 @@ MEANING = {
 }
 
 
-def bench_tiers(config: Config, contexts: Sequence[int], rounds: int) -> dict[str, Any]:
+def bench_tiers(
+    config: Config, contexts: Sequence[int], rounds: int, variants: Sequence[str]
+) -> dict[str, Any]:
     """Start a stack of its own in ``config``'s state folder, measure, stop it; returns the document.
 
     Raises BenchError, StackError, ControlError, ValueError.
@@ -54,7 +56,7 @@ def bench_tiers(config: Config, contexts: Sequence[int], rounds: int) -> dict[st
         async def run() -> dict[str, Any]:
             async with lab(stack) as room:
                 sizes = sizes_for(max(contexts), chunk)
-                bench = TierBench(room, f"b{secrets.token_hex(3)}", sizes, say)
+                bench = TierBench(room, f"b{secrets.token_hex(3)}", sizes, variants, say)
                 await bench.prepare()
                 results = [await bench.run(context, rounds) for context in contexts]
                 return _document(results, rounds, await room.tier_sizes(), config, time.monotonic() - began)

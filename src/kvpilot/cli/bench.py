@@ -33,6 +33,9 @@ def tiers(
         bool,
         typer.Option("--plugin", help="With kvpilot's plug-in in vLLM: the variant kvpilot_device, too."),
     ] = False,
+    variants: Annotated[
+        str | None, typer.Option(help="Only these variants, with commas.", show_default="all")
+    ] = None,
     json_file: JsonFileOption = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw the results here (PNG).", show_default=False)
@@ -43,6 +46,7 @@ def tiers(
     """What a session's next turn costs when its KV was pushed out: kvpilot, passive, recompute, limits."""
     from kvpilot.backends.base import BackendError
     from kvpilot.bench.lab import BenchError
+    from kvpilot.bench.tiers import chosen
     from kvpilot.bench.tiers_report import bench_tiers, plot, print_table
     from kvpilot.replay.client import ControlError
     from kvpilot.replay.run import write_json
@@ -55,9 +59,10 @@ def tiers(
             raise ValueError(f"--contexts {contexts}: give numbers with commas between them") from None
         if with_33k:
             lengths.append(33_792)
+        asked = chosen(variants, plugin=plugin or load(config, state).engine.plugin)
         with own_state("bench", state) as folder:
             settings = load(config, folder, engine={"model": model, "plugin": plugin or None})
-            document = bench_tiers(settings, lengths, rounds)
+            document = bench_tiers(settings, lengths, rounds, asked)
         if json_file is not None:
             write_json(json_file, document)
         print_table(document, console())
@@ -119,19 +124,23 @@ def engine(
     steps: Annotated[int, typer.Option(min=0, help="Steps of the cost measurement; 0 = none.")] = 2000,
     running: Annotated[int, typer.Option(min=1, help="Requests that run at once there.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the soak: equal seeds, equal work.")] = 1,
+    commands: Annotated[
+        int, typer.Option(min=0, help="Control commands to an idle engine, on a stack of its own; 0 = none.")
+    ] = 0,
     same_answers: Annotated[
         int, typer.Option(min=0, help="Requests answered by two stacks, steered and stock; 0 = none.")
     ] = 0,
-    model: Annotated[str, typer.Option(help="Of these two stacks.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="Of these stacks.")] = "smollm2",
     json_file: JsonFileOption = None,
     config: ConfigOption = None,
     state: OwnStateOption = None,
 ) -> None:
-    """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs. With
-    --same-answers also on real stacks: exit code 1 when an answer differs."""
+    """The plug-in in vLLM's real scheduler without a model: a soak in random work, and what a step costs. On real
+    stacks: with --commands what a control command takes, with --same-answers exit code 1 when an answer differs."""
     import sys
 
     from kvpilot.bench import engine as trials
+    from kvpilot.bench.commands import bench_commands
     from kvpilot.bench.lab import BenchError
     from kvpilot.bench.same_answers import bench_same_answers
     from kvpilot.replay.run import write_json
@@ -143,8 +152,13 @@ def engine(
         document: dict[str, Any] = {
             "soak": trials.soak(settings, requests, seed) if requests else None,
             "cost": trials.cost(settings, running, steps) if steps else [],
+            "commands": None,
             "same_answers": None,
         }
+        if commands:
+            with own_state("commands", state) as folder:
+                settings = load(config, folder, engine={"model": model})
+                document["commands"] = bench_commands(settings, commands)
         if same_answers:
             with own_state("same-answers", state) as folder:
                 document["same_answers"] = bench_same_answers(
@@ -158,6 +172,63 @@ def engine(
     trials.print_report(document, console())
     if same_answers and not document["same_answers"]["same"]:
         raise typer.Exit(1)
+
+
+@bench.command()
+def pressure(
+    traces: Annotated[
+        str, typer.Option(help="Recorded agents below $KVPILOT_TRACES, with commas.")
+    ] = "agentcgroup,miniswe",
+    pressures: Annotated[str, typer.Option(help="Working set ÷ device pool, with commas.")] = "1,1.5,2,4",
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions at once.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Draws of sessions; all policies play each.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first draw.")] = 0,
+    calls: Annotated[int, typer.Option(min=0, help="Calls per session; 0 = all.")] = 16,
+    context: Annotated[
+        int, typer.Option(min=256, help="Longest context in tokens; all lengths are scaled to it.")
+    ] = 3072,
+    dram: Annotated[float, typer.Option(min=0.1, help="vLLM's DRAM tier ÷ the device pool.")] = 2.0,
+    gap_scale: Annotated[float, typer.Option(min=0, help="Recorded pauses are multiplied by this.")] = 0.2,
+    max_gap: Annotated[float, typer.Option(min=0, help="Longest pause in seconds after scaling.")] = 2.0,
+    model: Annotated[str, typer.Option("--model", "-m", help="m4x256, m16k, or a model folder.")] = "m4x256",
+    json_file: JsonFileOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Recorded agents on a real vLLM with a device pool that is too small for them: the plug-in against vLLM's LRU, and
+    its ARC in DRAM."""
+    import sys
+
+    from kvpilot.bench.lab import BenchError
+    from kvpilot.bench.pressure import PressureOptions, bench_pressure, print_report
+    from kvpilot.replay.plan import ReplayOptions
+    from kvpilot.replay.run import write_json
+    from kvpilot.replay.text import TextError
+    from kvpilot.stack import StackError
+    from kvpilot.traces import TraceError
+
+    with user_errors(BenchError, StackError, TraceError, TextError, ValueError):
+        try:
+            asked = tuple(float(part) for part in pressures.split(",") if part.strip())
+        except ValueError:
+            raise ValueError(f"--pressures {pressures}: give numbers with commas between them") from None
+        document = bench_pressure(
+            load(config, None),
+            model,
+            [name.strip() for name in traces.split(",") if name.strip()],
+            PressureOptions(
+                pressures=asked,
+                rounds=rounds,
+                sessions=sessions,
+                seed=seed,
+                context=context,
+                dram=dram,
+                replay=ReplayOptions(gap_scale=gap_scale, max_gap_s=max_gap, max_calls=calls, max_reply=8),
+            ),
+            lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if json_file is not None:
+        write_json(json_file, document)
+    print_report(document, console())
 
 
 @bench.command()
