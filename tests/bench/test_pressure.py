@@ -7,7 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpilot.bench.pressure import PressureOptions, bench_pressure, played, summarise, totals, verdict
+from kvpilot.bench.pressure import (
+    PressureOptions,
+    bench_pressure,
+    lanes_of,
+    played,
+    summarise,
+    totals,
+    verdict,
+)
 from kvpilot.config import Config
 from kvpilot.engine.played import Agents, Call, Outcome, Row, Run, WorkingSet, text
 from kvpilot.replay.plan import PlannedCall, PlannedSession, ReplayOptions, Wait
@@ -39,11 +47,17 @@ def test_a_session_is_told_of_its_parent_its_compaction_and_its_end() -> None:
         {"sub": "main"},
     )
     made = played(session)
-    assert made.start_s == 1.5
     assert [(c.session, c.parent) for c in made.calls] == [("s", "s"), ("s:sub", "s"), ("s", "s"), ("s", "s")]
     assert made.calls[2].pieces == (("system", 8), ("u", 5), ("r0", 3))
     assert [c.supersedes for c in made.calls] == [False, False, False, True]
     assert [c.last for c in made.calls] == [False, True, False, True]
+
+
+def test_in_a_lane_one_session_follows_another() -> None:
+    user = TraceMessage(id="u", role="user", tok=5)
+    one = PlannedSession("s", "default", "source", 0.0, (call(0, "main", [user], "r0"),))
+    made = lanes_of([[one, one], [one]], 3.0)
+    assert [(session.start_s, session.after) for session in made] == [(0.0, None), (0.0, 0), (1.5, None)]
 
 
 def test_a_prompt_holds_what_was_really_replied_and_only_that_can_be_found_again() -> None:
@@ -86,7 +100,14 @@ def test_a_gain_is_one_that_every_round_shows() -> None:
 
     def run(policy: str, rate: float, p50: float) -> dict[str, object]:
         ttft = {"p50": p50, "p90": 2 * p50}
-        return {"pressure": 2.0, "policy": policy, "blocks": 9, "hit_rate": rate, "ttft_ms": ttft}
+        return {
+            "pressure": 2.0,
+            "reached": 2.0,
+            "policy": policy,
+            "blocks": 9,
+            "hit_rate": rate,
+            "ttft_ms": ttft,
+        }
 
     rounds = [
         {"runs": [run("kvpilot", 0.9, 50.0), run("lru", 0.6, 100.0), run("arc", 0.95, 40.0)]}
@@ -108,9 +129,10 @@ def test_recorded_agents_are_played_on_the_real_engine_by_every_policy(
     options = PressureOptions(
         pressures=(2.0,),
         rounds=1,
-        sessions=4,
+        lanes=4,
+        calls=6,
         context=1024,
-        replay=ReplayOptions(gap_scale=0.01, max_gap_s=0.1, max_calls=6, max_reply=4),
+        replay=ReplayOptions(gap_scale=0.01, max_gap_s=0.1, max_reply=4),
     )
     document = bench_pressure(engine_config, "m4x256", ["agentcgroup"], options, lambda line: None)
     [one] = document["traces"][0]["rounds"]

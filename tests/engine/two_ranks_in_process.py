@@ -86,9 +86,9 @@ def told(command: dict[str, Any], port: int = 0) -> dict[str, Any]:
 
 
 def push_out(engine: Engine, tag: str) -> None:
-    """Others' contexts fill the device pool."""
+    """Other sessions' contexts fill the device pool."""
     for i in range(6):
-        engine.ask(f"{tag}-{i}")
+        engine.ask(f"{tag}-{i}", f"{tag}-{i}")
 
 
 def reach_both(engine: Engine) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``kvpilot bench pressure``: recorded agents on a real vLLM whose device pool is too small for them.
 
-Ten sessions at once, played call by call on vLLM's own engine with its own DRAM tier below the pool, no cache layer and
-no gateway: what differs is who decides which blocks are given away.
+Ten sessions at once (one that ends is followed by another), played call by call on vLLM's own engine with its own DRAM
+tier below the pool, no cache layer and no gateway: what differs is who decides which blocks are given away.
 
 * ``kvpilot``  the plug-in, in the pool and in DRAM, told sessions, parents, compactions and ends with the requests
 * ``lru``      vLLM's own order in both
@@ -39,9 +39,8 @@ from kvpilot.stack.plugin_folder import make_plugin_folder
 from kvpilot.traces import find_trace, overlay, read_trace
 
 POLICIES = ("kvpilot", "lru", "arc")
-MEDIAN_SHARE = 0.6
-"""Lengths are scaled so that the longest context of the median session fills this share of the longest one there can
-be; a session whose contexts grow beyond that ends there. So one odd session does not make all others short."""
+PER_LANE = 2
+"""Sessions drawn for a lane."""
 ROOMY = 4096
 """Blocks of the pool that measures the working set: nothing is given away there."""
 
@@ -49,19 +48,21 @@ Say = Callable[[str], None]
 
 
 class PressureOptions(msgspec.Struct, frozen=True):
-    """``context``: the longest one in tokens (see :data:`MEDIAN_SHARE`); ``dram``: size of
-    the DRAM tier ÷ the device pool's; ``rounds``: each draws its own sessions; ``starts_s``: within so many seconds of
-    the run all sessions begin."""
+    """``context``: the longest one in tokens. Recorded lengths are scaled by one factor, with which the longest context
+    of the median session fills it; a session that grows beyond it ends there, so that one odd session does not make all
+    others short. ``dram``: size of the DRAM tier ÷ the device pool's; ``rounds``: each draws its own sessions;
+    ``lanes``: sessions at once, with ``calls`` calls in each lane; ``starts_s``: in so many seconds all lanes begin."""
 
     pressures: tuple[float, ...] = (1.0, 1.5, 2.0, 4.0)
     rounds: int = 3
-    sessions: int = 10
+    lanes: int = 10
+    calls: int = 14
     seed: int = 0
     context: int = 3072
     block_tokens: int = 32
-    dram: float = 2.0
+    dram: float = 1.0
     starts_s: float = 2.0
-    replay: ReplayOptions = ReplayOptions(gap_scale=0.2, max_gap_s=2.0, max_calls=16, max_reply=8)
+    replay: ReplayOptions = ReplayOptions(gap_scale=0.2, max_gap_s=2.0, max_reply=8)
 
 
 def bench_pressure(
@@ -85,25 +86,49 @@ def bench_pressure(
 
 def _plan(
     path: Path, options: PressureOptions, seed: int, texts: TextMaker
-) -> tuple[tuple[PlannedSession, ...], float]:
-    """Sessions at their scaled lengths, and the factor."""
-    window = options.starts_s / options.replay.gap_scale if options.replay.gap_scale else 0.0
-    laid = overlay(read_trace(path, texts.count), options.sessions, seed, window)
+) -> tuple[list[list[PlannedSession]], float]:
+    """By lane, sessions at their scaled lengths, one after the other; and the factor."""
+    laid = overlay(read_trace(path, texts.count), options.lanes * PER_LANE, seed, 1.0)
     whole = plan_overlay(laid, 1.0, options.replay, f"seed{seed}")
     middle = statistics.median(max(map(_length, session.calls), default=1) for session in whole)
-    scale = min(1.0, round(MEDIAN_SHARE * options.context / middle, 5))
-    planned = plan_overlay(laid, scale, options.replay, f"seed{seed}")
-    return tuple(_that_fit(session, options.context) for session in planned), scale
+    scale = min(1.0, round(options.context / middle, 5))
+    planned = [
+        _first_calls(session, options.context)
+        for session in plan_overlay(laid, scale, options.replay, f"seed{seed}")
+    ]
+    return [_at_most(planned[lane :: options.lanes], options.calls) for lane in range(options.lanes)], scale
 
 
 def _length(call: PlannedCall) -> int:
     return call.hidden_tok + sum(message.tok for message in call.prompt) + call.max_tokens
 
 
-def _that_fit(session: PlannedSession, context: int) -> PlannedSession:
+def _first_calls(session: PlannedSession, context: int) -> PlannedSession:
     """The session up to its first call that is too long."""
     calls = takewhile(lambda call: _length(call) <= context, session.calls)
     return msgspec.structs.replace(session, calls=tuple(calls))
+
+
+def _at_most(sessions: Sequence[PlannedSession], calls: int) -> list[PlannedSession]:
+    """The sessions until so many calls; the last one may be cut short."""
+    found = []
+    for session in sessions:
+        if calls and session.calls:
+            found.append(msgspec.structs.replace(session, calls=session.calls[:calls]))
+            calls -= len(found[-1].calls)
+    return found
+
+
+def lanes_of(lanes: Sequence[Sequence[PlannedSession]], starts_s: float) -> tuple[Played, ...]:
+    """What the engine plays: in every lane one session after the other, the lanes' first ones evenly in ``starts_s``
+    seconds."""
+    out: list[Played] = []
+    for number, lane in enumerate(lanes):
+        for place, session in enumerate(lane):
+            after = None if place == 0 else len(out) - 1
+            start = starts_s * number / len(lanes) if place == 0 else 0.0
+            out.append(msgspec.structs.replace(played(session), start_s=start, after=after))
+    return tuple(out)
 
 
 def played(session: PlannedSession) -> Played:
@@ -126,13 +151,13 @@ def played(session: PlannedSession) -> Played:
             )
         )
         before[call.agent] = call.summarises
-    return Played(session.start_s, tuple(calls))
+    return Played(0.0, tuple(calls))
 
 
 def _round(
     trace: str,
     number: int,
-    planned: Sequence[PlannedSession],
+    planned: Sequence[Sequence[PlannedSession]],
     scale: float,
     options: PressureOptions,
     play: Callable[[Run], Outcome],
@@ -144,7 +169,7 @@ def _round(
         0,
         options.block_tokens,
         options.context + options.block_tokens,
-        tuple(map(played, planned)),
+        lanes_of(planned, options.starts_s),
     )
     roomy = play(base)
     say(
@@ -162,7 +187,14 @@ def _round(
                     base, policy=policy, blocks=blocks, dram_blocks=int(options.dram * blocks)
                 )
             )
-            row = {"pressure": pressure, "policy": policy, "blocks": blocks, **totals(outcome)}
+            reached = round(roomy.working_set / blocks, 2)
+            row = {
+                "pressure": pressure,
+                "reached": reached,
+                "policy": policy,
+                "blocks": blocks,
+                **totals(outcome),
+            }
             runs.append(row)
             say(
                 f"{trace}, round {number + 1}, pressure {pressure:g}, {policy}: hit rate {row['hit_rate']:.3f}, "
@@ -222,6 +254,7 @@ def summarise(rounds: Sequence[dict[str, Any]], pressures: Sequence[float]) -> l
         out.append(
             {
                 "pressure": pressure,
+                "reached": _spread([run["reached"] for run in ours], 2),
                 "blocks": [run["blocks"] for run in ours],
                 "policies": {
                     policy: {
@@ -312,7 +345,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
             for policy, seen in row["policies"].items():
                 against = row["kvpilot_against"].get(policy)
                 table.add_row(
-                    f"{row['pressure']:g}",
+                    f"{row['reached']['median']:g}",
                     policy,
                     _shown(seen["hit_rate"], 3),
                     _shown(seen["ttft_p50_ms"], 0),

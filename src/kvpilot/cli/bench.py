@@ -183,11 +183,16 @@ def pressure(
     sessions: Annotated[int, typer.Option(min=1, help="Sessions at once.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Draws of sessions; all policies play each.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of the first draw.")] = 0,
-    calls: Annotated[int, typer.Option(min=0, help="Calls per session; 0 = all.")] = 16,
+    calls: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Calls that follow one another; a session that ends is followed by another."
+        ),
+    ] = 14,
     context: Annotated[
         int, typer.Option(min=256, help="Longest context in tokens; all lengths are scaled to it.")
     ] = 3072,
-    dram: Annotated[float, typer.Option(min=0.1, help="vLLM's DRAM tier ÷ the device pool.")] = 2.0,
+    dram: Annotated[float, typer.Option(min=0.1, help="vLLM's DRAM tier ÷ the device pool.")] = 1.0,
     gap_scale: Annotated[float, typer.Option(min=0, help="Recorded pauses are multiplied by this.")] = 0.2,
     max_gap: Annotated[float, typer.Option(min=0, help="Longest pause in seconds after scaling.")] = 2.0,
     model: Annotated[str, typer.Option("--model", "-m", help="m4x256, m16k, or a model folder.")] = "m4x256",
@@ -218,11 +223,12 @@ def pressure(
             PressureOptions(
                 pressures=asked,
                 rounds=rounds,
-                sessions=sessions,
+                lanes=sessions,
+                calls=calls,
                 seed=seed,
                 context=context,
                 dram=dram,
-                replay=ReplayOptions(gap_scale=gap_scale, max_gap_s=max_gap, max_calls=calls, max_reply=8),
+                replay=ReplayOptions(gap_scale=gap_scale, max_gap_s=max_gap, max_reply=8),
             ),
             lambda line: print(line, file=sys.stderr, flush=True),
         )

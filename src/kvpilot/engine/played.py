@@ -48,10 +48,12 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """One recorded session. ``start_s``: seconds from the beginning of the run."""
+    """One recorded session. ``start_s``: seconds from the beginning of the run, or from the end of the session before
+    it, ``after`` (by index)."""
 
     start_s: float
     calls: tuple[Call, ...]
+    after: int | None = None
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -228,14 +230,18 @@ def play(model: str, run: Run) -> Outcome:
         engine.step()
     agents, held = Agents(run), WorkingSet()
     due: list[tuple[float, int, int]] = []
-    for number, session in enumerate(run.sessions):
-        due += [(session.start_s, number, i) for i, call in enumerate(session.calls) if not call.waits]
-    heapq.heapify(due)
     ended: list[dict[int, float]] = [{} for _ in run.sessions]
     left = [len(session.calls) for session in run.sessions]
     running: dict[str, tuple[float, int, int, list[int], list[int]]] = {}
     rows: list[Row] = []
     began = time.monotonic()
+
+    def start(after: int | None, now: float) -> None:
+        for number, session in enumerate(run.sessions):
+            if session.after == after:
+                for index, call in enumerate(session.calls):
+                    if not call.waits:
+                        heapq.heappush(due, (now + session.start_s, number, index))
 
     def begin(at: float, number: int, index: int) -> None:
         call = run.sessions[number].calls[index]
@@ -263,12 +269,14 @@ def play(model: str, run: Run) -> Outcome:
         if not left[number]:
             for agent in {call.session for call in session.calls}:
                 held.holds(agent, [], now)
+            start(number, now)
         for other, call in enumerate(session.calls):
             waited = [before for before, _ in call.waits]
             if index in waited and all(before in ended[number] for before in waited):
                 at = max(ended[number][before] + gap for before, gap in call.waits)
                 heapq.heappush(due, (at, number, other))
 
+    start(None, 0.0)
     while due or running:
         while due and due[0][0] <= time.monotonic() - began:
             begin(*heapq.heappop(due))
