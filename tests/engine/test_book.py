@@ -172,6 +172,25 @@ def test_who_is_due_any_moment_ranks_above_who_has_just_left_for_a_while() -> No
     assert order(book, 111.0)[-1] == "just left"
 
 
+def test_of_requests_that_queue_who_came_first_is_served_next_and_ranks_highest() -> None:
+    book = Book(SIZE, 100)
+    for at, name in enumerate("abc"):
+        turn(book, name, chain(name), float(at))
+    assert order(book, 10.0) == ["a", "b", "c"]
+    for at, name in enumerate("ab"):
+        book.begin(("", name), chain(name), 11.0 + at)
+    assert order(book, 20.0) == ["c", "b", "a"]
+
+
+def test_whose_request_has_just_come_ranks_above_all_before_the_next_ranking() -> None:
+    book = Book(SIZE, 100)
+    first, second = (turn(book, name, chain(name), 0.0) for name in "ab")
+    ranking = book.ranking(1.0)
+    book.begin(("", "a"), chain("a"), 1.1)
+    assert book.ranking(1.2) is ranking
+    assert ranking.best({first.number, second.number}) == first.number
+
+
 def test_sessions_away_for_long_rank_below_those_that_just_left() -> None:
     book = Book(SIZE, 100)
     turn(book, "yesterday", chain("a"), 0.0)

@@ -82,8 +82,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Ranking:
-    """All contexts, worst first, and the place of each by its number. Those that came since have no place yet: they
-    rank above all others."""
+    """All contexts, worst first, and the place of each by its number. Those that came since, or whose next request did,
+    have no place yet: they rank above all others."""
 
     ascending: list[int]
     place: dict[int, int]
@@ -156,6 +156,8 @@ class Book:
             self._returns.observe(session.parent is not None, now - context.waits_since, now)
             context.waits_since = None
         context.running += 1
+        if self._ranking is not None:
+            self._ranking.place.pop(context.number, None)
         context.prompt_blocks = len(hashes)
         context.used_at = now
         session.contexts.remove(context)
@@ -357,14 +359,15 @@ class Book:
         return [self._sessions[one] for one in found if one in self._sessions]
 
     def ranking(self, now: float) -> Ranking:
-        """All contexts, worst first: by level, then by worth, then the one heard of longer ago first."""
+        """All contexts, worst first: by level, then by worth, then the one heard of longer ago first; of those whose
+        requests are there the other way round: who has waited in the engine's queue longest is served next."""
         if self._ranking is None or not 0 <= now - self._ranking.made_at < RANKING_S:
             ascending = [number for *_, number in sorted(self._ranks(now))]
             self._ranking = Ranking(ascending, {number: i for i, number in enumerate(ascending)}, now)
         return self._ranking
 
     def _ranks(self, now: float) -> list[tuple[Level, float, float, int]]:
-        """Level, worth, when it was heard of last, and number, of each context."""
+        """Level, worth, when it was heard of last (or how long ago its request came), and number, of each context."""
         curves = {child: self._returns.curve(child, now) for child in (False, True)}
         protected = self._protected(now)
         ranks = []
@@ -383,7 +386,7 @@ class Book:
                     worth = max(worth, _announced(context.expected_at - now))
                 if context.due_until > now:
                     worth = max(worth, _announced(0.0))
-            ranks.append((level, worth, context.used_at, number))
+            ranks.append((level, worth, -context.used_at if context.running else context.used_at, number))
         return ranks
 
     def _protected(self, now: float) -> set[int]:
