@@ -24,7 +24,8 @@ def anew(old: Layout) -> Layout:
     layout = Layout(holdings, TIERS)
     for run in range(known.runs):
         assert holdings.add(NOTHING, 0, int(known.tenant[run])) == run
-    for run in np.argsort(known.end[: known.runs], kind="stable").tolist():
+    # Predecessors first, also of runs that have no chunks.
+    for run in sorted(range(known.runs), key=lambda run: len(list(known.path(run)))):
         holdings.move(run, int(known.above[run]))
         holdings.resize(run, int(known.chunks[run]))
         holdings.expect_arrivals(run, float(known._arrivals[run]))
