@@ -23,7 +23,7 @@ from kvpilot.event_ring import Room, receive, share
 _NUMBER = struct.Struct(">I")
 _NOTE = struct.Struct(">II")
 _IN_MEMORY = 1 << 31
-_LONG = 16 * 1024
+LONG = 16 * 1024
 """Bytes of a frame from which on it goes through the memory."""
 _TOGETHER_S = 0.004
 """Seconds after a writing in which what comes waits, to travel together."""
@@ -116,7 +116,7 @@ class EventSender(asyncio.Protocol):
         if self._transport is None or self._paused or self._transport.is_closing():
             return False
         length = len(frame) + len(rest)
-        in_memory = _LONG <= length <= len(self._memory)
+        in_memory = LONG <= length <= len(self._memory)
         if in_memory:
             place = self._room.take(length)
             if place is None:

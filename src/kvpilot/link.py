@@ -19,13 +19,12 @@ import msgspec
 
 from kvpilot.config import Config
 from kvpilot.domain import CommandBatch, CommandReply, Event, PromptKnown, RequestFinished, RequestStarted
+from kvpilot.event_wire import LONG
 
 event_encoder = msgspec.msgpack.Encoder()
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _LONG_FIELD = {RequestStarted: "body", PromptKnown: "prompt_ids", RequestFinished: "prompt_ids"}
 """The field of an event that may be most of it."""
-_LONG = 16 * 1024
-"""Bytes of a field from which on it is worth not to copy it."""
 _MAP, _MAP_OF_15 = 0x80, 0x8F
 """First bytes of MessagePack's short maps."""
 
@@ -37,7 +36,7 @@ def event_frame(event: Event) -> tuple[bytes, bytes]:
     """An event in MessagePack, in two pieces: what is long in it is not copied, and may be empty."""
     name = _LONG_FIELD.get(type(event), "")
     value: bytes = getattr(event, name) if name else b""
-    if len(value) < _LONG:
+    if len(value) < LONG:
         return event_encoder.encode(event), b""
     head = event_encoder.encode(msgspec.structs.replace(event, **{name: b""}))
     if not _MAP <= head[0] < _MAP_OF_15:

@@ -18,7 +18,7 @@ from kvpilot.domain import (
 )
 from kvpilot.sessions.book import MAX_THREADS
 from tests.coordinator.messages_api import Agent, Engine, settled, until
-from tests.coordinator.world import World, assistant, text_tokens, user, words
+from tests.coordinator.world import Message, World, assistant, text_tokens, user, words
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,17 @@ async def say(world: World, how: str) -> list[ActionRecord]:
     return world.signal("A", SignalKind(how))
 
 
+async def in_turn(world: World, turns: int) -> tuple[Agent, list[Message]]:
+    """An agent whose first or second request is next, with the messages of it; their KV is stored."""
+    agent = Agent(world)
+    messages: list[Message] = [user(words("a", 20))]
+    if turns == 2:
+        await agent.turn(messages)
+        messages = [*messages, assistant("ok"), user(words("b", 20))]
+    agent.stored(messages)
+    return agent, messages
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("rendered", [False, True])
 @pytest.mark.parametrize("how", ["end", "evict"])
@@ -43,12 +54,7 @@ async def test_a_session_that_ends_while_its_tokens_are_asked_for_keeps_nothing(
 ) -> None:
     engine = Engine()
     world = World(render=engine)
-    agent = Agent(world)
-    messages = [user(words("a", 20))]
-    if turns == 2:
-        await agent.turn(messages)
-        messages = [*messages, assistant("ok"), user(words("b", 20))]
-    agent.stored(messages)
+    agent, messages = await in_turn(world, turns)
     if not rendered:
         engine.free.clear()
     request = agent.start(messages)
@@ -110,12 +116,7 @@ async def test_a_session_suspended_while_its_tokens_are_asked_for_is_demoted_as_
 ) -> None:
     engine = Engine()
     world = World(render=engine)
-    agent = Agent(world)
-    messages = [user(words("a", 20))]
-    if turns == 2:
-        await agent.turn(messages)
-        messages = [*messages, assistant("ok"), user(words("b", 20))]
-    agent.stored(messages)
+    agent, messages = await in_turn(world, turns)
     engine.free.clear()
     agent.finish(agent.start(messages), agent.count(messages))
     (record,) = await say(world, how)

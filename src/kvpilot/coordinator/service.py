@@ -203,8 +203,7 @@ class CoordinatorService:
 
     def changed(self, session: Session) -> None:
         """Something of the session is another than before: its state, its requests, what is wished or asked of it."""
-        for followed in self._followers:
-            followed.update(dict.fromkeys(session.threads))
+        self._tell_followers(session.threads)
         self.on_session(session)
 
     def follow(self) -> dict[str, None]:
@@ -215,6 +214,10 @@ class CoordinatorService:
 
     def unfollow(self, followed: dict[str, None]) -> None:
         self._followers = [each for each in self._followers if each is not followed]
+
+    def _tell_followers(self, owners: Iterable[str]) -> None:
+        for followed in self._followers:
+            followed.update(dict.fromkeys(owners))
 
     def expire(self) -> None:
         """Take requests whose end was never told for ended."""
@@ -552,8 +555,7 @@ class CoordinatorService:
         chunks = self.references.chunks(work.owner)
         head = Work(work.space, tuple(chunks[: chunks.index(work.chunks[-1]) + 1]), work.owner)
         if self.sent_down.pop(work.owner, None) is not None:
-            for followed in self._followers:
-                followed[work.owner] = None
+            self._tell_followers([work.owner])
         there = 0
         if not self.residency.stale(self.clock()):
             there = self.residency.count(head.space, head.chunks).get(Tier.HOST, 0)

@@ -22,10 +22,10 @@ import uvicorn
 from kvpilot import heap
 from kvpilot.config import Config, parse_config
 from kvpilot.gateway.app import Gateway
+from kvpilot.gateway.http_client import READ_BYTES
 from kvpilot.gateway.protocol import ServerConnection
 
 GRACE_S = 5
-READ_BYTES = 256 * 1024
 
 
 class Server(uvicorn.Server):

@@ -23,8 +23,8 @@ Body = bytes | tuple[bytes | memoryview, ...] | AsyncIterable[bytes] | None
 _IDLE_S = 4.0
 """vLLM closes idle connections after 5 s; ours are not used any more before that."""
 _MAX_IDLE = 256
-_READ = 256 * 1024
-"""Bytes read at once."""
+READ_BYTES = 256 * 1024
+"""Bytes that are read at once, here and from clients."""
 _BUFFER = 1024 * 1024
 """Bytes of a reply's body buffered before reading pauses."""
 _LONG = 64 * 1024
@@ -297,7 +297,7 @@ class Client:
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._idle: list[Connection] = []
-        self._memory = memoryview(bytearray(_READ))
+        self._memory = memoryview(bytearray(READ_BYTES))
 
     async def request(
         self,
