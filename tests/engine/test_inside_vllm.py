@@ -69,7 +69,7 @@ def test_commands_that_make_no_sense_get_a_clear_answer(seen: dict[str, Any]) ->
 
 
 def test_a_reset_of_the_prefix_cache_leaves_nothing_kept(seen: dict[str, Any]) -> None:
-    assert seen["reset"] == {"done": True, "free": 64, "kept": 0}
+    assert seen["reset"] == {"done": True, "free": 64, "plain": 64}
 
 
 def test_an_error_of_kvpilots_turns_it_off_and_fails_no_request(seen: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpilot.context.messages import common_prefix
 from kvpilot.engine.book import Book, Context, SessionKey
-from kvpilot.engine.kept import Kept
+from kvpilot.engine.kept import Kept, unlink
 
 SIZE = 4
 SESSIONS = [("", f"s{i}") for i in range(4)] + [("salt", "s0")]
@@ -21,10 +22,16 @@ def chain(*parts: str) -> list[bytes]:
     return ["/".join(parts[: i + 1]).encode() for i in range(len(parts))]
 
 
-@dataclass
+@dataclass(eq=False)
 class Free:
     value: bytes
     length: int
+    prev_free_block: Any = None
+    next_free_block: Any = None
+
+
+def kept_of(book: Book) -> Kept[Free]:
+    return Kept(book, lambda block: block.value, lambda block: block.length)
 
 
 class Machine(RuleBasedStateMachine):
@@ -34,22 +41,15 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = Book(SIZE, pool_blocks=40)
-        self.kept: Kept[int] = Kept(
-            self.book, lambda block: self.blocks[block].value, lambda block: self.blocks[block].length
-        )
-        self.blocks: dict[int, Free] = {}
-        """All there ever were."""
+        self.kept = kept_of(self.book)
         self.book.on_lost = self._lost
-        self.free: dict[int, Free] = {}
-        self.nobodys: list[int] = []
+        self.free: list[Free] = []
         self.running: list[tuple[Context, list[bytes]]] = []
         self.now = 100.0
-        self.next_id = 0
 
     def _lost(self, number: int, length: int) -> None:
         for block in self.kept.lost(number, length):
-            assert self.free.pop(block) is not None
-            self.nobodys.append(block)
+            self.free.remove(block)
 
     def rank(self, block: Free) -> tuple[int, int, int]:
         claimants = self.book.claimed.get(block.value)
@@ -74,30 +74,23 @@ class Machine(RuleBasedStateMachine):
         parts = [*prompt[-1].decode().split("/"), *more]
         hashes = chain(*parts)
         self.book.finish(context, hashes, list(range(SIZE * len(hashes))), self.now, last=last)
-        freed = {
-            self.next_id + place: Free(value, (place + 1) * SIZE)
-            for place, value in reversed(list(enumerate(hashes)))
-        }
-        self.next_id += len(hashes)
-        self.blocks.update(freed)
-        nobodys = self.kept.add(list(freed), list(freed))
-        assert all((n in nobodys) == (block.value not in self.book.claimed) for n, block in freed.items())
-        self.free.update((n, block) for n, block in freed.items() if n not in nobodys)
+        freed = [Free(value, (place + 1) * SIZE) for place, value in reversed(list(enumerate(hashes)))]
+        nobodys = self.kept.add(freed)
+        assert all((block in nobodys) == (block.value not in self.book.claimed) for block in freed)
+        self.free += [block for block in freed if block not in nobodys]
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
     def is_used_again(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.free)))
-        assert self.kept.discard(block)
-        del self.free[block]
+        unlink(self.free.pop(data.draw(st.integers(0, len(self.free) - 1))))
 
     @rule(count=st.integers(1, 6))
     def room_is_needed(self, count: int) -> None:
         popped = self.kept.pop(count, self.now)
         assert len(popped) == min(count, len(self.free))
         for block in popped:
-            found = self.free.pop(block)
-            assert all(self.rank(found) <= self.rank(other) for other in self.free.values())
+            self.free.remove(block)
+            assert all(self.rank(block) <= self.rank(other) for other in self.free)
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 5.0, 50.0]))
     def time_passes(self, seconds: float) -> None:
@@ -134,9 +127,18 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_and_nobody_elses(self) -> None:
-        assert len(self.kept) == len(self.free)
-        assert set(self.kept.in_order(self.now)) == set(self.free)
-        assert all(self.book.claimed.get(block.value) is not None for block in self.free.values())
+        kept = self.kept.in_order(self.now)
+        assert len(kept) == len(self.free) and set(kept) == set(self.free)
+        assert all(self.book.claimed.get(block.value) is not None for block in self.free)
+
+    @invariant()
+    def what_ranks_below_is_counted_as_far_as_asked(self) -> None:
+        ranking = self.book.ranking(self.now)
+        for context in self.book.contexts():
+            sizes = {c.number: self.kept.size_of(c.number, 99) for c in self.book.contexts()}
+            below = sum(n for other, n in sizes.items() if ranking.of(other) < ranking.of(context.number))
+            assert self.kept.below(context.number, self.now, 99) == below
+            assert self.kept.below(context.number, self.now, 2) == min(2, below)
 
     @invariant()
     def claims_are_what_contexts_hold(self) -> None:
@@ -156,7 +158,7 @@ TestOrderOfReuse = Machine.TestCase
 
 def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None:
     book = Book(SIZE, 40)
-    kept: Kept[str] = Kept(book, str.encode, lambda block: SIZE * (1 + block.count("/")))
+    kept = kept_of(book)
     system = ["sys"]
     for name, parts in (("old", ["a", "b"]), ("new", ["c"])):
         hashes = chain(*system, *parts)
@@ -165,20 +167,32 @@ def test_a_context_loses_its_blocks_from_the_tail_and_shared_ones_last() -> None
         if name == "new":
             hashes = hashes[1:]  # The shared block is there once.
         hashes.reverse()
-        kept.add([*map(hash, hashes)], [value.decode() for value in hashes])
+        kept.add([Free(value, SIZE * (1 + value.count(b"/"))) for value in hashes])
     book.demote(("", "old"))
-    assert kept.pop(9, 2.0) == ["sys/a/b", "sys/a", "sys/c", "sys"]
+    assert [block.value for block in kept.pop(9, 2.0)] == [b"sys/a/b", b"sys/a", b"sys/c", b"sys"]
+
+
+def test_what_is_loaded_slice_by_slice_goes_from_the_tail_too() -> None:
+    book = Book(SIZE, 40)
+    kept = kept_of(book)
+    hashes = chain(*"abcdef")
+    book.learn(("", "s"), hashes, (), 0.0)
+    blocks = [Free(value, SIZE * (place + 1)) for place, value in enumerate(hashes)]
+    for part in (blocks[:2], blocks[4:], blocks[2:4]):
+        kept.add(part[::-1])
+    assert kept.pop(4, 1.0) == blocks[:1:-1]
 
 
 def test_blocks_of_contexts_that_came_since_the_last_ranking_are_found_wherever_they_are_filed() -> None:
     book = Book(SIZE, 40)
-    kept: Kept[str] = Kept(book, lambda block: shared[0], lambda block: SIZE)
+    kept = kept_of(book)
     book.ranking(0.0)
     shared = chain("sys")
     first, second = (book.begin(("", name), shared, 0.0) for name in ("first", "second"))
-    kept.add([1], ["block"])
-    assert kept.homes[1] in (first.number, second.number)
-    assert kept.pop(1, 0.0) == ["block"] and len(kept) == 0
+    block = Free(shared[0], SIZE)
+    kept.add([block])
+    assert kept.size_of(first.number, 9) + kept.size_of(second.number, 9) == 1
+    assert kept.pop(1, 0.0) == [block] and not kept.in_order(0.0)
 
 
 def test_common_blocks_are_found_by_the_last_that_is_equal() -> None:

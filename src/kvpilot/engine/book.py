@@ -7,14 +7,18 @@ are seconds of any one clock, an argument everywhere. No call fails on what a cl
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
 from kvpilot.context.messages import common_prefix
 from kvpilot.engine.returns import Returns
+from kvpilot.forecast.bins import bins_of
 
 SessionKey = tuple[str, str]
 """Salt and id: a tenant's salt is part of the name, so no tenant reaches another's sessions."""
@@ -82,8 +86,8 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Ranking:
-    """All contexts, worst first, and the place of each by its number. Those that came since, or whose next request did,
-    have no place yet: they rank above all others."""
+    """All contexts, worst first, and the place of each by its number. Those that came since, whose next request did,
+    or that somebody wishes to retain since, have no place yet: they rank above all others."""
 
     ascending: list[int]
     place: dict[int, int]
@@ -156,12 +160,12 @@ class Book:
             self._returns.observe(session.parent is not None, now - context.waits_since, now)
             context.waits_since = None
         context.running += 1
-        if self._ranking is not None:
-            self._ranking.place.pop(context.number, None)
+        self._lose_place(context)
         context.prompt_blocks = len(hashes)
         context.used_at = now
-        session.contexts.remove(context)
-        session.contexts.append(context)
+        if session.contexts[-1] is not context:
+            session.contexts.remove(context)
+            session.contexts.append(context)
         self._set_claims(context, hashes)
         self._make_room(context)
         return context
@@ -181,7 +185,7 @@ class Book:
         if self._contexts.get(context.number) is not context:
             return  # Its session was evicted meanwhile.
         self._set_claims(context, hashes)
-        context.tokens.extend(tokens[len(context.tokens) :])
+        _append(context.tokens, tokens[len(context.tokens) :])
         if last and context.session is not None:
             self.end(context.session.key)
         elif not context.running:
@@ -201,7 +205,7 @@ class Book:
         session.contexts.remove(context)
         session.contexts.append(context)
         self._set_claims(context, hashes)
-        context.tokens.extend(tokens[len(context.tokens) :])
+        _append(context.tokens, tokens[len(context.tokens) :])
         self._make_room(context)
         self._ranking = None
         return context
@@ -261,7 +265,8 @@ class Book:
         if session is None:
             return False
         session.retained_until, session.retained_at, session.demoted = until, now, False
-        self._ranking = None
+        for context in session.contexts:
+            self._lose_place(context)  # Until the next ranking: a wish may come with every request.
         return True
 
     def retain_blocks(self, salt: str, hashes: Sequence[Hash], until: float, now: float) -> None:
@@ -362,32 +367,36 @@ class Book:
         """All contexts, worst first: by level, then by worth, then the one heard of longer ago first; of those whose
         requests are there the other way round: who has waited in the engine's queue longest is served next."""
         if self._ranking is None or not 0 <= now - self._ranking.made_at < RANKING_S:
-            ascending = [number for *_, number in sorted(self._ranks(now))]
+            ascending = [entry[2] for level in self._levels(now) for entry in sorted(level)]
             self._ranking = Ranking(ascending, {number: i for i, number in enumerate(ascending)}, now)
         return self._ranking
 
-    def _ranks(self, now: float) -> list[tuple[Level, float, float, int]]:
-        """Level, worth, when it was heard of last (or how long ago its request came), and number, of each context."""
-        curves = {child: self._returns.curve(child, now) for child in (False, True)}
+    def _levels(self, now: float) -> list[list[tuple[float, float, int]]]:
+        """Of each level: worth, when it was heard of last (or how long ago its request came), and number, of each
+        context."""
+        main, child = (self._returns.curve(child, now).worth for child in (False, True))
         protected = self._protected(now)
-        ranks = []
-        for number, context in self._contexts.items():
-            session = context.session
-            level, worth = Level.LIVE, 0.0
-            if number in protected:
-                level = Level.PROTECTED
-            elif session is None or (session.demoted and not context.running):
-                level = Level.DEMOTED
+        levels: list[list[tuple[float, float, int]]] = [[] for _ in Level]
+        demoted, live, kept = levels
+        since = [now if c.waits_since is None else c.waits_since for c in self._contexts.values()]
+        bins = bins_of(now - np.array(since)).tolist()
+        for (number, context), reached in zip(self._contexts.items(), bins, strict=True):
+            level = kept if number in protected else live
             if context.running:
-                worth = float("inf")
-            elif session is not None and context.waits_since is not None:
-                worth = curves[session.parent is not None].worth_at(now - context.waits_since)
+                level.append((math.inf, -context.used_at, number))
+                continue
+            session = context.session
+            if level is live and (session is None or session.demoted):
+                level = demoted
+            worth = 0.0
+            if session is not None and context.waits_since is not None:
+                worth = (main if session.parent is None else child)[reached]
                 if context.expected_at > 0:
                     worth = max(worth, _announced(context.expected_at - now))
                 if context.due_until > now:
                     worth = max(worth, _announced(0.0))
-            ranks.append((level, worth, -context.used_at if context.running else context.used_at, number))
-        return ranks
+            level.append((worth, context.used_at, number))
+        return levels
 
     def _protected(self, now: float) -> set[int]:
         """Contexts somebody wishes to retain, the latest wishes first, as far as the budget of their salt goes."""
@@ -421,35 +430,30 @@ class Book:
         del old[common:]
         old.extend(new)
         self._claims += len(new) - len(lost)
-        if self.claimed.keys().isdisjoint(new):
-            self.claimed.update(dict.fromkeys(new, context.number))
-        else:
-            for value in new:
-                self._claim(value, context.number)
-        still = set(new) if lost and new else ()
-        for value in lost:
-            if value not in still:
-                self._unclaim(value, context.number)
+        number, claimed = context.number, self.claimed
+        for value in new:
+            if claimed.setdefault(value, number) != number:
+                self._share(value, number)
         if lost:
+            for value in lost if not new else set(lost).difference(new):
+                if (found := claimed.pop(value, number)) != number:
+                    self._unshare(value, number, found)
             self.on_lost(context.number, common * self.block_tokens)
 
-    def _claim(self, value: Hash, number: int) -> None:
-        found = self.claimed.get(value)
-        if found is None:
-            self.claimed[value] = number
-        elif isinstance(found, set):
+    def _share(self, value: Hash, number: int) -> None:
+        """Somebody else claims it beside."""
+        found = self.claimed[value]
+        if isinstance(found, set):
             found.add(number)
-        elif found != number:
+        else:
             self.claimed[value] = {found, number}
 
-    def _unclaim(self, value: Hash, number: int) -> None:
-        found = self.claimed.get(value)
+    def _unshare(self, value: Hash, number: int, found: int | set[int]) -> None:
+        """Others, who go on claiming it, claimed it beside."""
         if isinstance(found, set):
             found.discard(number)
-            if len(found) == 1:
-                self.claimed[value] = found.pop()
-        elif found == number:
-            del self.claimed[value]
+            found = found if len(found) > 1 else found.pop()
+        self.claimed[value] = found
 
     # ------------------------------------------------------------ contexts
 
@@ -457,8 +461,10 @@ class Book:
         """The idle conversation that a prompt goes on with: the one it shares most with, if that is enough."""
         best, most = None, -1
         for context in session.contexts:
+            if context.running:
+                continue
             common = common_prefix(context.hashes, hashes)
-            if not context.running and common > most and common >= GOES_ON * context.prompt_blocks:
+            if common > most and common >= GOES_ON * context.prompt_blocks:
                 best, most = context, common
         return best
 
@@ -473,9 +479,12 @@ class Book:
     def _add(self, context: Context) -> Context:
         context.number = self._free_numbers.pop() if self._free_numbers else len(self._contexts)
         self._contexts[context.number] = context
+        self._lose_place(context)
+        return context
+
+    def _lose_place(self, context: Context) -> None:
         if self._ranking is not None:
             self._ranking.place.pop(context.number, None)
-        return context
 
     def _forget(self, context: Context) -> None:
         self._set_claims(context, ())
@@ -506,3 +515,10 @@ class Book:
 def _announced(seconds: float) -> float:
     """Worth, in returns per second, of room kept for a return that was announced; long overdue ones count less."""
     return 1.0 / max(0.1, seconds if seconds >= 0 else -2 * seconds)
+
+
+def _append(tokens: array[int], more: Sequence[int]) -> None:
+    if isinstance(more, list):
+        tokens.fromlist(more)  # In half the time.
+    else:
+        tokens.extend(more)

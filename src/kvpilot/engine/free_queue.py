@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -45,14 +46,17 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         self._book = book
         self._ahead = min(_AHEAD, int(_AHEAD_SHARE * book.pool_blocks))
         self.kept: Kept[KVCacheBlock] = Kept(book, _name, _length)
-        self._homes = self.kept.homes
+        self._piles = self.kept.piles
         self.clock = clock
         book.on_lost = self._lost
 
-    @property
-    def plain(self) -> int:
-        """Free blocks that nobody claims."""
-        return int(self.num_free_blocks) - len(self.kept)
+    def plain(self, most: int) -> int:
+        """How many free blocks nobody claims, counted up to ``most``."""
+        found, block = 0, self.fake_free_list_head.next_free_block
+        while found < most and block is not self.fake_free_list_tail:
+            assert block is not None
+            found, block = found + 1, block.next_free_block
+        return found
 
     def append_n_plain(self, blocks: list[KVCacheBlock]) -> None:
         super().append_n(blocks)
@@ -64,33 +68,21 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        if not self._homes:
+        block: Any = self.fake_free_list_head.next_free_block
+        end = self.fake_free_list_tail
+        if not self._piles or (n == 1 and block is not end):
             return _popleft_n(self, n)
-        from_kept = n - self.num_free_blocks + len(self._homes)
-        if from_kept <= 0:
-            return _popleft_n(self, n)
-        victims: list[KVCacheBlock] = []
-        try:
-            self.kept.pop(min(from_kept + self._ahead, len(self._homes)), self.clock(), victims)
-            if len(victims) < from_kept:
-                raise RuntimeError(f"{from_kept} blocks are kept, {len(victims)} were found")
-        except Exception:
-            # A request waits for these blocks: it gets them, in whatever order.
-            log.exception("kvpilot's order of reuse failed: what it kept is vLLM's again")
-            rest = self.kept.clear()
-            self.num_free_blocks -= len(victims) + len(rest)
-            super().append_n(victims + rest)
-            return _popleft_n(self, n)
-        self.num_free_blocks -= len(victims)
-        taken = [*_popleft_n(self, n - from_kept), *victims[:from_kept]]
-        super().append_n(victims[from_kept:])
+        taken: list[KVCacheBlock] = []
+        while len(taken) < n:
+            if block is end:
+                self._begin_with(end, len(taken))
+                return taken + self._from_kept(n - len(taken))
+            taken.append(block)
+            after = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = after
+        self._begin_with(block, n)
         return taken
-
-    def remove(self, block: KVCacheBlock) -> None:
-        if self.kept.discard(block.block_id):
-            self.num_free_blocks -= 1
-        else:
-            super().remove(block)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
@@ -99,14 +91,10 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         if not self._book.claims:
             super().append_n(blocks)
             return
-        bare: list[KVCacheBlock] = []
-        if None in [block._block_hash for block in blocks]:
-            bare = [block for block in blocks if block._block_hash is None]
-            blocks = [block for block in blocks if block._block_hash is not None]
-        plain = self.kept.add([block.block_id for block in blocks], blocks)
+        plain = self.kept.add(blocks)
         self.num_free_blocks += len(blocks) - len(plain)
-        if bare or plain:
-            super().append_n(bare + plain)
+        if plain:
+            super().append_n(plain)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [*super().get_all_free_blocks(), *self.kept.in_order(self.clock())]
@@ -130,6 +118,30 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         """Keep nothing any more: all blocks are vLLM's again, in the order in which they would be reused."""
         blocks = self.kept.in_order(self.clock())
         self.kept.clear()
+        self._hand_over(blocks)
+
+    def _begin_with(self, block: KVCacheBlock, taken: int) -> None:
+        """The plain list begins with this block now, after so many were taken from it."""
+        self.fake_free_list_head.next_free_block = block
+        block.prev_free_block = self.fake_free_list_head
+        self.num_free_blocks -= taken
+
+    def _from_kept(self, n: int) -> list[KVCacheBlock]:
+        """Blocks that are kept, while there are no others; some more are taken out ahead."""
+        victims: list[KVCacheBlock] = []
+        try:
+            self.kept.pop(n + self._ahead, self.clock(), victims)
+            if len(victims) < n:
+                raise RuntimeError(f"{n} blocks are wanted, {len(victims)} were kept")
+        except Exception:
+            # A request waits for these blocks: it gets them, in whatever order.
+            log.exception("kvpilot's order of reuse failed: what it kept is vLLM's again")
+            victims += self.kept.clear()
+        self._hand_over(victims)
+        return _popleft_n(self, n)
+
+    def _hand_over(self, blocks: list[KVCacheBlock]) -> None:
+        """Blocks that were kept, and are free as before, become vLLM's."""
         self.num_free_blocks -= len(blocks)
         super().append_n(blocks)
 

@@ -45,7 +45,9 @@ def _raw(extra: Mapping[str, Any]) -> Any:
 def read_hints(extra: Mapping[str, Any] | None, session_id: str | None) -> RequestHints:
     """Hints of a request from its sampling parameters' ``extra_args``; ``session_id`` is the engine's own field and
     wins. What makes no sense is left out."""
-    raw = _raw(extra) if extra else None
+    if not extra:
+        return RequestHints(session=session_id) if session_id else _NONE
+    raw = _raw(extra)
     if not isinstance(raw, Mapping):
         return RequestHints(session=session_id) if session_id else _NONE
     found: dict[str, Any] = {}

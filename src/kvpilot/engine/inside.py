@@ -82,9 +82,10 @@ class Inside:
     def arrived(self, request: Request) -> None:
         """Before a request is queued."""
         self._hasher = request._block_hasher
-        if request.session_id is None and not _extra(request):
+        extra = _extra(request)
+        if request.session_id is None and not extra:
             return
-        hints = read_hints(_extra(request), request.session_id)
+        hints = read_hints(extra, request.session_id)
         if not hints.session or request.resumable:
             return
         now = self.clock()
@@ -379,7 +380,6 @@ class Inside:
             "blocks": {
                 "total": self.pool.num_gpu_blocks - 1,
                 "free": self.pool.get_num_free_blocks(),
-                "kept": 0 if self.off else len(self.queue.kept),
             },
             "requests": {"running": running, "waiting": waiting},
             "sessions": len(self.book),

@@ -221,9 +221,10 @@ class Loader:
         groups = len(blocks.blocks)
         wanted = groups * (tokens // self._scheduler.block_size)
         running = len(self._scheduler.running)
-        below = queue.kept.below(load.context.number, now)
-        own = queue.kept.size_of(load.context.number)
-        return bool(wanted + running <= queue.plain + below - max(0, free_hits - own))
+        own = queue.kept.size_of(load.context.number, free_hits)
+        missing = wanted + running + free_hits - own
+        missing -= queue.plain(missing)
+        return bool(queue.kept.below(load.context.number, now, missing) >= missing)
 
     def _allocate(self, load: Load, blocks: Any, here: int, below: int) -> bool:
         scheduler, request = self._scheduler, load.request

@@ -11,7 +11,7 @@ from kvpilot.forecast.curve import Curve, curve
 from kvpilot.forecast.prior import pauses
 
 REFRESH_S = 5.0
-LEARN_EVERY_S = 0.25
+LEARN_EVERY_S = 1.0
 """Of pauses that end sooner one after the other, one is learned from."""
 
 

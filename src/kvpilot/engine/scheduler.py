@@ -30,11 +30,11 @@ class SessionAware:
 
     def add_request(self, request: Any) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
-            self._tell(lambda inside: inside.arrived(request))
+            self._tell(Inside.arrived, request)
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._tell(lambda inside: inside.finished(request))
+        self._tell(Inside.finished, request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +54,12 @@ class SessionAware:
             self._tell(Inside.forget_blocks)
         return done
 
-    def _tell(self, what: Callable[[Inside], None]) -> None:
+    def _tell(self, what: Callable[..., None], *about: Any) -> None:
         inside = self.kvpilot
         if inside is None or inside.off:
             return
         try:
-            what(inside)
+            what(inside, *about)
         except Exception as error:
             log.exception("kvpilot failed")
             inside.turn_off(repr(error))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvpilot.engine.book import Book, Hash
-from kvpilot.engine.kept import Kept
+from kvpilot.engine.kept import Kept, unlink
 
 P = TypeVar("P")
 Key = bytes
@@ -36,6 +36,9 @@ class Chunk(Generic[P]):
     evictable: bool = False
     loose: bool = False
     """Waits among those that nobody claimed when it was last looked at."""
+    prev_free_block: Any = None
+    next_free_block: Any = None
+    """Its neighbours where it is filed under a context."""
 
     @property
     def hash(self) -> Hash:
@@ -100,6 +103,7 @@ class TierOrder(Generic[P]):
         self._kept = None
         for chunk in self._chunks.values():
             chunk.loose = chunk.evictable
+            chunk.prev_free_block = chunk.next_free_block = None
         loose = [chunk for chunk in self._chunks.values() if chunk.loose]
         self._heap = [(chunk.used, chunk.number, chunk.key) for chunk in loose]
         heapq.heapify(self._heap)
@@ -216,7 +220,7 @@ class TierOrder(Generic[P]):
         if chunk.loose:
             self._tighten(chunk)
         elif self._kept is not None:
-            self._kept.discard(chunk.number)
+            unlink(chunk)
 
     def _file(self, chunk: Chunk[P]) -> None:
         if not self._keep(chunk):
@@ -226,7 +230,7 @@ class TierOrder(Generic[P]):
         """File a chunk under a context that claims it; whether there is one."""
         if self._kept is None:
             return False
-        return not self._kept.add([chunk.number], [chunk])
+        return not self._kept.add([chunk])
 
     def _loosen(self, chunk: Chunk[P]) -> None:
         chunk.loose = True
