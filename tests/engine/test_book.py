@@ -191,6 +191,15 @@ def test_whose_request_has_just_come_ranks_above_all_before_the_next_ranking() -
     assert ranking.best({first.number, second.number}) == first.number
 
 
+def test_a_wish_that_comes_with_a_request_ranks_at_once_without_a_new_ranking() -> None:
+    book = Book(SIZE, 100)
+    wished, other = (turn(book, name, chain(name), 0.0) for name in "ab")
+    ranking = book.ranking(1.0)
+    book.retain(("", "a"), until=100.0, now=1.1)
+    assert book.ranking(1.2) is ranking and ranking.of(wished.number) > ranking.of(other.number)
+    assert order(book, 5.0) == ["b", "a"]
+
+
 def test_sessions_away_for_long_rank_below_those_that_just_left() -> None:
     book = Book(SIZE, 100)
     turn(book, "yesterday", chain("a"), 0.0)

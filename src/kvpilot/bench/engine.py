@@ -61,7 +61,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
         console.print(
             f"a step of {row['running']} requests {'with' if row['hints'] else 'without'} hints: stock "
             f"{row['stock_us']:,.0f} µs, kvpilot {row['kvpilot_us']:,.0f} µs, ratio {row['ratio']:.3f} "
-            f"(95 %: {low:.3f}–{high:.3f})"
+            f"(95 %: {low:.3f}–{high:.3f}), and {row['meanwhile_us']:,.0f} µs while the model runs"
         )
 
 

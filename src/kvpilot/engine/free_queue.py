@@ -21,9 +21,10 @@ log = logging.getLogger("vllm.kvpilot")
 
 _GROUP_BYTES = 4
 """vLLM's key of a cached block is its hash and, in so many bytes, its KV group."""
-_AHEAD = 32
+_AHEAD = 128
 _AHEAD_SHARE = 1 / 64
-"""So many blocks, but no more of the pool, are taken out of what is kept at once: most requests want one at a time."""
+"""So many blocks, but no more of the pool, are taken out of what is kept before anybody asks: most requests want one
+at a time, and while the model runs there is time to choose."""
 _popleft_n: Callable[[FreeKVCacheBlockQueue, int], list[KVCacheBlock]] = FreeKVCacheBlockQueue.popleft_n
 
 
@@ -76,7 +77,9 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         while len(taken) < n:
             if block is end:
                 self._begin_with(end, len(taken))
-                return taken + self._from_kept(n - len(taken))
+                missing = n - len(taken)
+                self._refill(missing + self._ahead, missing)
+                return taken + _popleft_n(self, missing)
             taken.append(block)
             after = block.next_free_block
             block.prev_free_block = block.next_free_block = None
@@ -108,6 +111,11 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
 
     # ------------------------------------------------------------ ours
 
+    def take_ahead(self) -> None:
+        """Choose the blocks to be reused next, where vLLM has few that nobody needs."""
+        if self._piles and (missing := self._ahead - self.plain(self._ahead)) > 0:
+            self._refill(missing, 0)
+
     def first(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks, of whatever kind, to be reused next."""
         for block in blocks:
@@ -126,19 +134,18 @@ class SessionFreeQueue(FreeKVCacheBlockQueue):
         block.prev_free_block = self.fake_free_list_head
         self.num_free_blocks -= taken
 
-    def _from_kept(self, n: int) -> list[KVCacheBlock]:
-        """Blocks that are kept, while there are no others; some more are taken out ahead."""
+    def _refill(self, blocks: int, least: int) -> None:
+        """Of the kept blocks those to be reused first, as many as there are and at least ``least``, become vLLM's."""
         victims: list[KVCacheBlock] = []
         try:
-            self.kept.pop(n + self._ahead, self.clock(), victims)
-            if len(victims) < n:
-                raise RuntimeError(f"{n} blocks are wanted, {len(victims)} were kept")
+            self.kept.pop(blocks, self.clock(), victims)
+            if len(victims) < least:
+                raise RuntimeError(f"{least} blocks are wanted, {len(victims)} were kept")
         except Exception:
-            # A request waits for these blocks: it gets them, in whatever order.
+            # Requests wait for blocks: they get them, in whatever order.
             log.exception("kvpilot's order of reuse failed: what it kept is vLLM's again")
             victims += self.kept.clear()
         self._hand_over(victims)
-        return _popleft_n(self, n)
 
     def _hand_over(self, blocks: list[KVCacheBlock]) -> None:
         """Blocks that were kept, and are free as before, become vLLM's."""

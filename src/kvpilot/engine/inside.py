@@ -128,6 +128,10 @@ class Inside:
         if self.loader.busy:
             self.loader.step(now)
 
+    def meanwhile(self) -> None:
+        """While the model runs: what the next step needs not wait for."""
+        self.queue.take_ahead()
+
     @property
     def has_work(self) -> bool:
         return not self.off and (bool(self._inbox) or self.loader.busy) and not self.loader.paused

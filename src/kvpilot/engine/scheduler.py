@@ -41,6 +41,12 @@ class SessionAware:
         self._tell(Inside.step)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM asks for this when it has started the model for what was scheduled.
+        found = super().get_grammar_bitmask(*args, **kwargs)  # type: ignore[misc]
+        self._tell(Inside.meanwhile)
+        return found
+
     def has_requests(self) -> bool:
         return super().has_requests() or (self.kvpilot is not None and self.kvpilot.has_work)  # type: ignore[misc]
 
