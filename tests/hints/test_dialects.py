@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvpilot.hints.registry as registry_module
 from kvpilot.domain import SessionRef
-from kvpilot.hints import BUILT_IN, Dialect, HintRequest, Hints, Registry, read_hints
+from kvpilot.hints import BUILT_IN, Dialect, HintRequest, Hints, Registry, read_body, read_hints
 from kvpilot.hints.content import MAX_SCAN
 from kvpilot.hints.registry import MAX_REASONS
 from tests.hints.conformance.rows import ROWS
@@ -50,7 +50,7 @@ garbage_headers = st.dictionaries(st.sampled_from(HEADERS), st.text(max_size=10)
 
 def request_of(body: dict[str, Any], headers: dict[str, str]) -> HintRequest:
     raw = json.dumps(body).encode()
-    return HintRequest(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), headers, body=raw)
+    return HintRequest(read_body(raw), headers, body=raw)
 
 
 def mutations(value: Any) -> st.SearchStrategy[Any]:

@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from kvpilot.bench.stats import quantile
-from kvpilot.hints import HintRequest, Hints, read_hints
+from kvpilot.hints import HintRequest, Hints, read_body, read_hints
 
 BUDGET_MS = {"p50": 0.3, "p99": 1.0}
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _EPHEMERAL = {"type": "ephemeral"}
 _BROWSER = {
     "host": "127.0.0.1:8000",
@@ -138,7 +136,7 @@ def _arrived(case: Variant) -> Variant:
 
 def identify(case: Variant) -> Hints:
     """What the gateway does with a body before anything else."""
-    return read_hints(HintRequest(_FIELDS.decode(case.body), case.headers, body=case.body))
+    return read_hints(HintRequest(read_body(case.body), case.headers, body=case.body))
 
 
 def print_table(document: Mapping[str, Any], console: Console) -> None:

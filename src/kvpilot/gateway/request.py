@@ -10,7 +10,7 @@ import msgspec
 from kvpilot.domain import SignalKind
 from kvpilot.engine.hints import NAME as PLUGIN
 from kvpilot.gateway.errors import bad_salt, not_an_object
-from kvpilot.hints import HintRequest, Hints, read_hints
+from kvpilot.hints import HintRequest, Hints, read_body, read_hints
 from kvpilot.tenants import DEFAULT_TENANT, tenant_salt
 
 TOKEN_IDS = "return_token_ids"
@@ -20,6 +20,8 @@ PARAMS = "kv_transfer_params"
 
 Fields = dict[str, msgspec.Raw]
 
+_OWN = ("model", "stream", "cache_salt", PARAMS, TOKEN_IDS, USAGE, "echo", "prompt", "n")
+"""What the gateway looks at, and may change."""
 _FIELDS = msgspec.json.Decoder(Fields)
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _TRUE = msgspec.Raw(b"true")
@@ -59,24 +61,25 @@ def prepare(
     ``plugin`` the engine is told what of the hints concerns its own pool.
     """
     try:
-        fields = _FIELDS.decode(raw)
+        fields = read_body(raw)
     except (ValueError, RecursionError):
         if tenant != DEFAULT_TENANT:
             raise not_an_object() from None
         return Prepared((raw,), read_hints(HintRequest({}, headers, tenant)), parsed=False)
-    changed = dict(fields)
+    own = {name: value for name in _OWN if (value := fields.get(name)) is not None}
+    changed = dict(own)
     salt = _apply_salt(changed, tenant)
     chunk_hashes = _take_hash_request(changed)
-    stream = _is(fields.get("stream"), b"true")
+    stream = _is(own.get("stream"), b"true")
     added = _apply_questions(changed, ask, stream)
     hints = read_hints(HintRequest(fields, headers, tenant, salt, raw))
     if plugin:
         _tell_plugin(changed, hints)
     return Prepared(
-        pieces=_with_changes(raw, fields, changed),
+        pieces=_with_changes(raw, fields, own, changed),
         hints=hints,
         salt=salt,
-        model=_text(fields.get("model")),
+        model=_text(own.get("model")),
         stream=stream,
         added=added,
         chunk_hashes=chunk_hashes,
@@ -93,13 +96,19 @@ def salted(raw: bytes, tenant: str) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _with_changes(raw: bytes, fields: Fields, changed: Fields) -> tuple[bytes | memoryview, ...]:
-    """``raw`` as it is, with what is new spliced in at its end, or written anew when more than that changed."""
-    new = {name: value for name, value in changed.items() if fields.get(name) is not value}
-    if not new and len(changed) == len(fields):
+def _with_changes(
+    raw: bytes, fields: Mapping[str, msgspec.Raw], own: Fields, changed: Fields
+) -> tuple[bytes | memoryview, ...]:
+    """``raw`` as it is, with what is new spliced in at its end, or written anew when more than that changed: what it
+    has of ``_OWN`` has become ``changed``."""
+    new = {name: value for name, value in changed.items() if own.get(name) is not value}
+    if not new and len(changed) == len(own):
         return (raw,)
-    if not fields or len(changed) != len(fields) + len(new):
-        return (msgspec.json.encode(changed),)
+    if not fields or len(changed) != len(own) + len(new):
+        everything = {**fields, **new}
+        for name in own.keys() - changed.keys():
+            del everything[name]
+        return (msgspec.json.encode(everything),)
     return memoryview(raw)[: raw.rindex(b"}")], b"," + msgspec.json.encode(new)[1:]
 
 

@@ -1,5 +1,6 @@
 """Hint dialects: wire JSON and headers in, one vocabulary out. What is malformed is dropped with a reason."""
 
+from kvpilot.hints.body import read_body
 from kvpilot.hints.registry import BUILT_IN, Dialect, Registry, installed, read_hints
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints, Retention
 
@@ -12,5 +13,6 @@ __all__ = [
     "Registry",
     "Retention",
     "installed",
+    "read_body",
     "read_hints",
 ]

@@ -26,14 +26,13 @@ def speaks_of_blocks(hint: dict[str, Any]) -> bool:
     """Whether the hint is RFC #52113's."""
     if not openjiuwen.OWN_WORDS.isdisjoint(hint):
         return False
-    control, management = hint.get("cache_control"), hint.get("context_management")
+    management = hint.get("context_management")
     edits = management.get("edits") if isinstance(management, dict) else None
-    words = set(control) if isinstance(control, dict) else set()
-    for edit in _first(edits):
-        if isinstance(edit, dict):
-            words.update(edit)
-    return not words.isdisjoint(rfc52113.OWN_WORDS) and words.isdisjoint(openjiuwen.OWN_WORDS)
-
-
-def _first(edits: object) -> list[Any]:
-    return edits[: openjiuwen.MAX_EDITS] if isinstance(edits, list) else []
+    parts = edits[: openjiuwen.MAX_EDITS] if isinstance(edits, list) else []
+    blocks = False
+    for part in (hint.get("cache_control"), *parts):
+        if isinstance(part, dict):
+            if not openjiuwen.OWN_WORDS.isdisjoint(part):
+                return False
+            blocks = blocks or not rfc52113.OWN_WORDS.isdisjoint(part)
+    return blocks

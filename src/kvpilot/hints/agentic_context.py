@@ -21,8 +21,8 @@ def read(request: HintRequest) -> Hints | None:
         context = as_object(value, NAME, dropped)
     if context is None:
         return Hints(dropped=tuple(dropped)) if dropped else None
-    program, session, parent = [
-        read_id(context, key, NAME, dropped) for key in ("program_id", "session_id", "parent_program_id")
-    ]
+    program = read_id(context, "program_id", NAME, dropped)
+    session = read_id(context, "session_id", NAME, dropped)
+    parent = read_id(context, "parent_program_id", NAME, dropped)
     # A program is one agent's run, and parents are told of programs: so it is what a session is here.
     return Hints(session=SessionRef(program or session, parent, "agent-infer"), dropped=tuple(dropped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot.domain import Retention
-from kvpilot.hints.content import Mark, find_marks
+from kvpilot.hints.content import BEFORE_MESSAGES, find_marks
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 from kvpilot.hints.values import as_index, as_list, as_object, read_object
 
@@ -47,21 +47,21 @@ def read(request: HintRequest) -> Hints | None:
 
 def _retention(request: HintRequest, dropped: list[str]) -> Retention | None:
     """As long as the longest mark asks, up to the last of them; all of it for a mark at the top level."""
-    marks = find_marks(request, MARK, _PLACES, dropped)
+    marks = find_marks(request, MARK, _PLACES, dropped, MAX_MARKS + 1)
     if len(marks) > MAX_MARKS:
         dropped.append(f"cache_control: more than {MAX_MARKS} marks")
-    kept: list[tuple[float, Mark]] = []
+    longest, last, up_to = 0.0, TTLS["1h"], BEFORE_MESSAGES
     for mark in marks[:MAX_MARKS]:
         ttl = _ttl(mark.value, dropped)
-        if ttl is not None and kept and ttl > kept[-1][0]:
+        if ttl is not None and ttl > last:
             dropped.append("cache_control: a longer ttl behind a shorter one")
         elif ttl is not None:
-            kept.append((ttl, mark))
+            longest, last, up_to = longest or ttl, ttl, mark.message
     whole = read_object(request.fields.get("cache_control"), "cache_control", dropped)
     ttl = _ttl(whole, dropped) if whole is not None else None
     if ttl is not None:
-        return Retention(ttl_s=max([ttl, *(seconds for seconds, _ in kept)]))
-    return Retention(ttl_s=kept[0][0], up_to=kept[-1][1].message) if kept else None
+        return Retention(ttl_s=max(ttl, longest))
+    return Retention(ttl_s=longest, up_to=up_to) if longest else None
 
 
 def _ttl(control: object, dropped: list[str]) -> float | None:
@@ -95,36 +95,47 @@ def _edits(request: HintRequest, dropped: list[str]) -> tuple[ContextEdit, ...]:
 def _edit(kind: str, edit: dict[str, Any], place: str, dropped: list[str]) -> list[ContextEdit]:
     """The edit; none, and the reasons, when any of it is not understood: a default in its place could clear what
     the client asked to keep."""
+    if len(edit) == 1:  # Only its type.
+        return [ContextEdit(kind=kind)]
     reasons: list[str] = []
     units = _UNITS[kind]
-    least = _amount(edit.get("clear_at_least"), ("input_tokens",), f"{place}.clear_at_least", reasons)
+    least = _amount(edit, "clear_at_least", ("input_tokens",), place, reasons)
     read = ContextEdit(
         kind=kind,
-        trigger=_amount(edit.get("trigger"), units.get("trigger", ()), f"{place}.trigger", reasons),
-        keep=_amount(edit.get("keep"), units.get("keep", ()), f"{place}.keep", reasons),
+        trigger=_amount(edit, "trigger", units.get("trigger", ()), place, reasons),
+        keep=_amount(edit, "keep", units.get("keep", ()), place, reasons),
         clear_at_least=least[1] if least is not None else 0,
-        exclude_tools=_tools(edit.get("exclude_tools"), f"{place}.exclude_tools", reasons),
-        clear_tool_inputs=_inputs(edit.get("clear_tool_inputs"), f"{place}.clear_tool_inputs", reasons),
+        exclude_tools=_tools(edit, "exclude_tools", place, reasons),
+        clear_tool_inputs=_inputs(edit, "clear_tool_inputs", place, reasons),
     )
     dropped += reasons
     return [] if reasons else [read]
 
 
-def _inputs(value: object, place: str, dropped: list[str]) -> bool | tuple[str, ...]:
-    return value is True if value is None or isinstance(value, bool) else _tools(value, place, dropped)
+def _inputs(edit: dict[str, Any], name: str, place: str, dropped: list[str]) -> bool | tuple[str, ...]:
+    value = edit.get(name)
+    return value is True if value is None or isinstance(value, bool) else _tools(edit, name, place, dropped)
 
 
-def _tools(value: object, place: str, dropped: list[str]) -> tuple[str, ...]:
+def _tools(edit: dict[str, Any], name: str, place: str, dropped: list[str]) -> tuple[str, ...]:
+    value = edit.get(name)
+    if value is None:
+        return ()
+    place = f"{place}.{name}"
     tools = as_list(value, place, MAX_TOOLS, dropped)
     if not all(isinstance(tool, str) for tool in tools):
         dropped.append(f"{place}: not names of tools")
     return tuple(tool for tool in tools if isinstance(tool, str))
 
 
-def _amount(value: object, units: tuple[str, ...], place: str, dropped: list[str]) -> tuple[str, int] | None:
+def _amount(
+    edit: dict[str, Any], name: str, units: tuple[str, ...], place: str, dropped: list[str]
+) -> tuple[str, int] | None:
     """One of ``units`` and a number of it; ``"all"`` has the number 0."""
+    value = edit.get(name)
     if value is None:
         return None
+    place = f"{place}.{name}"
     if value == "all":
         value = {"type": "all"}
     unit = value.get("type") if isinstance(value, dict) else None

@@ -14,8 +14,7 @@ HEADERS = ("thread-id", "session-id", "x-codex-parent-thread-id", METADATA)
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
     thread, session, parent = [read_id(request.headers, name, "", dropped) for name in HEADERS[:3]]
-    metadata = _metadata(request, dropped)
-    compacts = metadata.get("request_kind") == "compaction"
+    compacts = METADATA in request.headers and _compacts(request.headers[METADATA], dropped)
     return Hints(
         session=SessionRef(thread or session, parent, "codex"),
         signals=(request.signal(SignalKind.COMPACTED),) if compacts else (),
@@ -23,8 +22,6 @@ def read(request: HintRequest) -> Hints | None:
     )
 
 
-def _metadata(request: HintRequest, dropped: list[str]) -> dict[str, object]:
-    text = request.headers.get(METADATA)
-    if text is None:
-        return {}
-    return read_object(text.encode("utf-8", "replace"), METADATA, dropped) or {}
+def _compacts(metadata: str, dropped: list[str]) -> bool:
+    turn = read_object(metadata.encode("utf-8", "replace"), METADATA, dropped)
+    return turn is not None and turn.get("request_kind") == "compaction"

@@ -8,7 +8,7 @@ from kvpilot.hints.result import HintRequest, Hints
 from kvpilot.hints.values import as_object, read_object, read_priority
 
 HEADERS = ("x-dynamo-session-id", "x-dynamo-parent-session-id", "x-dynamo-session-final")
-GONE = ("latency_sensitivity", "cache_control", "session_control")
+GONE = dict.fromkeys(("latency_sensitivity", "cache_control", "session_control"))
 
 
 def read_headers(request: HintRequest) -> Hints | None:
@@ -20,6 +20,7 @@ def read_body(request: HintRequest) -> Hints | None:
     nvext = read_object(request.fields.get("nvext"), "nvext", dropped) or {}
     hints = as_object(nvext.get("agent_hints"), "nvext.agent_hints", dropped) or {}
     for place, values in (("nvext", nvext), ("nvext.agent_hints", hints)):
-        dropped += [f"{place}.{name}: Dynamo has dropped it" for name in GONE if name in values]
+        if not GONE.keys().isdisjoint(values):
+            dropped += [f"{place}.{name}: Dynamo has dropped it" for name in GONE if name in values]
     priority = read_priority(hints.get("priority"), "nvext.agent_hints.priority", dropped)
     return Hints(retention=Retention(priority=priority) if priority else None, dropped=tuple(dropped))

@@ -8,6 +8,8 @@ from kvpilot.domain import SessionRef
 from kvpilot.hints.ids import MAX_ID, parse_id
 from kvpilot.hints.result import HintRequest, Hints
 
+_decode = msgspec.json.Decoder().decode
+
 
 def read(request: HintRequest) -> Hints | None:
     return read_text_field(request, "session_id", "engine")
@@ -21,7 +23,7 @@ def read_text_field(request: HintRequest, name: str, source: str) -> Hints:
     if raw is not None:
         try:
             # A character is at most 12 bytes of JSON; what is longer than that is too long anyway.
-            value = msgspec.json.decode(raw) if memoryview(raw).nbytes < 16 * MAX_ID else "x" * (MAX_ID + 1)
+            value = _decode(raw) if len(raw) < 16 * MAX_ID else "x" * (MAX_ID + 1)
         except (ValueError, RecursionError):
             value = ""
-    return Hints(session=SessionRef(id=parse_id(value, name, dropped), source=source), dropped=tuple(dropped))
+    return Hints(session=SessionRef(parse_id(value, name, dropped), None, source), dropped=tuple(dropped))

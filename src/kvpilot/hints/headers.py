@@ -21,5 +21,6 @@ def read_flagged(request: HintRequest, source: str, names: tuple[str, str, str],
     session, parent, flag = names
     dropped: list[str] = []
     found = read_session(request.headers, source, session, parent, dropped)
-    said = is_true(request.headers.get(flag))
-    return Hints(session=found, signals=(request.signal(kind),) if said else (), dropped=tuple(dropped))
+    if flag in request.headers and is_true(request.headers[flag]):
+        return Hints(session=found, signals=(request.signal(kind),), dropped=tuple(dropped))
+    return Hints(session=found, dropped=tuple(dropped))

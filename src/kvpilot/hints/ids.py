@@ -13,21 +13,21 @@ def parse_id(value: object, name: str, dropped: list[str]) -> str | None:
     """``value`` as a session id: at most 256 printable characters, not empty; else None and a reason."""
     if value is None:
         return None
-    if not isinstance(value, str) or not (text := value.strip()):
-        dropped.append(f"{name}: not a non-empty string")
-    elif len(text) > MAX_ID:
-        dropped.append(f"{name}: longer than {MAX_ID} characters")
-    elif not text.isprintable():
-        dropped.append(f"{name}: has unprintable characters")
-    else:
+    text = value.strip() if isinstance(value, str) else ""
+    if 0 < len(text) <= MAX_ID and text.isprintable():
         return text
+    dropped.append(f"{name}: {_what_is_wrong(text)}")
     return None
 
 
 def read_id(values: Mapping[str, object], key: str, place: str, dropped: list[str]) -> str | None:
     """The id under ``key`` of a hint, ``place`` in the body, or of the headers (no place)."""
     value = values.get(key)
-    return None if value is None else parse_id(value, f"{place}.{key}" if place else key, dropped)
+    if value is None:
+        return None
+    if isinstance(value, str) and 0 < len(text := value.strip()) <= MAX_ID and text.isprintable():
+        return text
+    return parse_id(value, f"{place}.{key}" if place else key, dropped)
 
 
 def read_session(
@@ -37,3 +37,9 @@ def read_session(
     own = read_id(values, session, source, dropped)
     other = read_id(values, parent, source, dropped) if parent is not None else None
     return SessionRef(id=own, parent=other, source=source)
+
+
+def _what_is_wrong(text: str) -> str:
+    if not text:
+        return "not a non-empty string"
+    return f"longer than {MAX_ID} characters" if len(text) > MAX_ID else "has unprintable characters"

@@ -47,11 +47,11 @@ NOT_YET = "rejected: not supported yet"
 def read(request: HintRequest) -> Hints | None:
     dropped: list[str] = []
     params = read_field(request, "kv_transfer_params", dropped) or {}
-    envelopes = [
+    envelopes = (
         read_object(request.fields.get("kv_hints"), "kv_hints", dropped),
         read_object(request.fields.get("kv_hint"), "kv_hint", dropped),
-        as_object(params.get("kv_hint"), "kv_transfer_params.kv_hint", dropped),
-    ]
+        as_object(params.get("kv_hint"), "kv_transfer_params.kv_hint", dropped) if params else None,
+    )
     found = [envelope for envelope in envelopes if envelope is not None]
     if not found:
         return Hints(dropped=tuple(dropped)) if dropped else None

@@ -21,6 +21,7 @@ MAX_EDITS = 16
 TTL_DEFAULT_S, TTL_MIN_S, TTL_MAX_S = 300, 60, 3600
 
 KINDS = {"evict": ActionKind.EVICT, "offload": ActionKind.DEMOTE, "prefetch": ActionKind.PREFETCH}
+_RANGES = {"messages": TargetKind.MESSAGES, "tools": TargetKind.TOOLS}
 _CONTROLS: dict[str, tuple[ActionKind, SignalKind] | None] = {
     "start": None,
     "pause": (ActionKind.DEMOTE, SignalKind.SUSPEND),
@@ -103,12 +104,12 @@ class _Reader:
         if target == "session":
             self._add(kind, TargetKind.SESSION)
             return None
-        if target not in ("messages", "tools"):
+        if not isinstance(target, str) or target not in _RANGES:
             return "target is not one of session, messages, tools"
         span = as_range(edit.get("start"), edit.get("end"))
         if span is None:
             return "start and end are not a half-open range"
-        self._add(kind, TargetKind(target), *span)
+        self._add(kind, _RANGES[target], *span)
         return None
 
     def _session_control(self) -> None:

@@ -42,6 +42,7 @@ from kvpilot.hints import (
     thunderagent,
     verl,
 )
+from kvpilot.hints.body import Marked
 from kvpilot.hints.content import may_be_marked
 from kvpilot.hints.result import ContextEdit, HintRequest, Hints
 
@@ -98,22 +99,18 @@ class Registry:
 
     def __init__(self, dialects: Iterable[Dialect]) -> None:
         self.dialects = tuple(sorted(dialects, key=lambda dialect: not dialect.fields))
-        self._by_field = _index(dialect.fields for dialect in self.dialects)
-        self._by_header = _index(dialect.headers for dialect in self.dialects)
-        self._marks = [(rank, dialect.mark) for rank, dialect in enumerate(self.dialects) if dialect.mark]
+        ranks = [(1 << rank, dialect) for rank, dialect in enumerate(self.dialects)]
+        self._bits = ranks
+        """Each dialect's own bit."""
+        self._by_field = _index((bit, dialect.fields) for bit, dialect in ranks)
+        self._by_header = _index((bit, dialect.headers) for bit, dialect in ranks)
+        self._marks = [(bit, dialect.mark) for bit, dialect in ranks if dialect.mark]
         self._broken: set[str] = set()
 
     def read(self, request: HintRequest) -> Hints:
         """Everything the request says about its session and its KV; see the module's text for precedence."""
-        ranks: set[int] = set()
-        for name in self._by_field.keys() & request.fields:
-            ranks.update(self._by_field[name])
-        for name in self._by_header.keys() & request.headers:
-            ranks.update(self._by_header[name])
-        ranks.update(rank for rank, mark in self._marks if may_be_marked(request, mark))
         found = []
-        for rank in sorted(ranks):
-            dialect = self.dialects[rank]
+        for dialect in self._spoken(request):
             try:
                 hints = dialect.read(request)
                 if hints is not None and not isinstance(hints, Hints):
@@ -124,6 +121,19 @@ class Registry:
                 found.append(hints)
         return join(found, request) if found else _NOTHING
 
+    def _spoken(self, request: HintRequest) -> list[Dialect]:
+        """The dialects that may be spoken, by precedence."""
+        spoken = 0
+        fields, names = request.fields, self._by_field.keys()
+        for name in fields.names_in(names) if isinstance(fields, Marked) else names & fields.keys():
+            spoken |= self._by_field[name]
+        for name in self._by_header.keys() & request.headers:
+            spoken |= self._by_header[name]
+        for bit, mark in self._marks:
+            if not spoken & bit and may_be_marked(request, mark):
+                spoken |= bit
+        return [dialect for bit, dialect in self._bits if spoken & bit] if spoken else []
+
     def _failed(self, dialect: Dialect) -> Hints:
         """No dialect may fail a user's request, a plug-in's neither."""
         if dialect.name not in self._broken:
@@ -132,11 +142,12 @@ class Registry:
         return Hints(dropped=(f"{dialect.name}: could not be read",))
 
 
-def _index(names: Iterable[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
-    index: dict[str, tuple[int, ...]] = {}
-    for rank, keys in enumerate(names):
+def _index(names: Iterable[tuple[int, Sequence[str]]]) -> Mapping[str, int]:
+    """By key the bits of all dialects that speak through it."""
+    index: dict[str, int] = {}
+    for bit, keys in names:
         for key in keys:
-            index[key] = (*index.get(key, ()), rank)
+            index[key] = index.get(key, 0) | bit
     return index
 
 
@@ -175,15 +186,18 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
     dropped: dict[str, None] = {}
     manage = warm = False
     for hints in found:
-        commands += hints.commands
-        signals += hints.signals
+        if hints.commands:
+            commands += hints.commands
+        if hints.signals:
+            signals += hints.signals
         if hints.retention is not None:
             wishes.append(hints.retention)
-        edits = edits or hints.edits
         if hints.dropped:
             dropped.update(dict.fromkeys(hints.dropped))
-        manage = manage or hints.manage
-        warm = warm or hints.warm
+        if hints.manage:
+            manage = True
+        if hints.edits or hints.warm:  # Anthropic's only.
+            edits, warm = edits or hints.edits, warm or hints.warm
     retention = _join_retention(wishes)
     if commands or signals or retention is not None or dropped:
         # A JSON request without anything to infer from, which says something about KV, can only be about that,
@@ -191,46 +205,52 @@ def join(found: Sequence[Hints], request: HintRequest) -> Hints:
         manage = manage or (bool(request.fields) and not request.has_content)
     if manage and retention is not None:
         signals.append(request.signal(SignalKind.RETAIN, session=session, retention=retention))
-    if session.id is not None:
-        commands = [_bound(command, session) for command in commands]
-        signals = [_bound(signal, session) for signal in signals]
-    sound = [command for command in commands if command.session.id or command.target is TargetKind.CHUNKS]
-    heard = [signal for signal in signals if signal.session.id]
-    if len(sound) < len(commands) or len(heard) < len(signals):
-        dropped["commands or signals without a session id"] = None
+    if commands or signals:
+        said = len(commands) + len(signals)
+        commands = [bound for command in commands if _is_sound(bound := _bound(command, session))]
+        signals = [heard for signal in signals if (heard := _bound(signal, session)).session.id]
+        if len(commands) + len(signals) < said:
+            dropped["commands or signals without a session id"] = None
     return Hints(
         session=session,
-        commands=tuple(sound),
-        signals=tuple(heard),
+        commands=tuple(commands),
+        signals=tuple(signals),
         retention=retention,
         edits=edits,
         warm=warm,
         manage=manage,
-        dropped=_bounded(list(dropped)),
+        dropped=_bounded(list(dropped)) if dropped else (),
     )
 
 
 def _bound(said: _Said, session: SessionRef) -> _Said:
-    return said if said.session.id else replace(said, session=session)
+    return said if said.session.id or session.id is None else replace(said, session=session)
+
+
+def _is_sound(command: Command) -> bool:
+    return bool(command.session.id) or command.target is TargetKind.CHUNKS
 
 
 def _join_ids(refs: Sequence[SessionRef]) -> SessionRef:
-    spoken = [ref for ref in refs if ref.id is not None or ref.parent is not None]
-    if not spoken:
-        return SessionRef()
-    named = next((ref for ref in spoken if ref.id is not None), None)
+    named = next((ref for ref in refs if ref.id is not None), None)
     if named is None:
-        return SessionRef(id=spoken[0].parent, source=spoken[0].source)
-    own = (None, named.id)
-    other = next((ref.parent for ref in spoken if ref.parent is not None and ref.id in own), None)
-    return SessionRef(id=named.id, parent=other if other != named.id else None, source=named.source)
+        child = next((ref for ref in refs if ref.parent is not None), None)
+        return SessionRef() if child is None else SessionRef(id=child.parent, source=child.source)
+    for ref in refs:
+        if ref.parent is not None and (ref.id is None or ref.id == named.id):
+            return SessionRef(named.id, ref.parent if ref.parent != named.id else None, named.source)
+    return SessionRef(named.id, None, named.source)
 
 
 def _join_retention(wishes: Sequence[Retention]) -> Retention | None:
     if not wishes:
         return None
-    first = next((wish for wish in wishes if wish.ttl_s > 0), wishes[0])
-    priority = next((wish.priority for wish in wishes if wish.priority), 0)
+    first, priority = None, 0
+    for wish in wishes:
+        if first is None and wish.ttl_s > 0:
+            first = wish
+        priority = priority or wish.priority
+    first = first or wishes[0]
     return first if first.priority == priority else replace(first, priority=priority)
 
 

@@ -17,10 +17,12 @@ from kvpilot.domain import (
     SignalKind,
     TargetKind,
 )
+from kvpilot.hints.body import Marked
 
 __all__ = ["ContextEdit", "HintRequest", "Hints", "Retention"]
 
 _NO_SESSION = SessionRef()
+_WITHOUT_RANGE = (TargetKind.SESSION, TargetKind.CHUNKS)
 
 
 CONTENT_FIELDS = ("messages", "prompt", "prompt_embeds", "input")
@@ -45,6 +47,8 @@ class HintRequest(msgspec.Struct, frozen=True):
     def has_content(self) -> bool:
         """Whether there is anything to infer from: a request without it can only be about KV."""
         for name in CONTENT_FIELDS:
+            if isinstance(self.fields, Marked) and self.fields.lists.get(name):
+                return True
             value = self.fields.get(name)
             if value is not None and not _is_empty(value):
                 return True
@@ -63,7 +67,6 @@ class HintRequest(msgspec.Struct, frozen=True):
         client_ids: tuple[str, ...] = (),
     ) -> Command:
         """A command of this request's tenant. Ranges take the body with them: it tells what they count in."""
-        ranged = target not in (TargetKind.SESSION, TargetKind.CHUNKS)
         return Command(
             kind=kind,
             tenant=self.tenant,
@@ -72,7 +75,7 @@ class HintRequest(msgspec.Struct, frozen=True):
             target=target,
             start=start,
             end=end,
-            body=self.body if ranged else b"",
+            body=b"" if target in _WITHOUT_RANGE else self.body,
             chunks=chunks,
             source=source,
             client_ids=client_ids,
@@ -132,7 +135,7 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 def _is_empty(value: msgspec.Raw) -> bool:
-    if memoryview(value).nbytes > 64:
+    if len(value) > 64:
         return False
     text = bytes(value).strip()
     return text in (b'""', b"null") or b"".join(text.split()) == b"[]"

@@ -25,8 +25,9 @@ def read(request: HintRequest) -> Hints | None:
 
 def _session(hints: dict[str, Any], dropped: list[str]) -> SessionRef:
     """An agent in a workflow is one conversation; agents' names repeat from workflow to workflow."""
-    names = [read_id(hints, key, FIELD, dropped) for key in ("workflow_id", "agent_id")]
-    joined = ":".join(name for name in names if name is not None)
+    workflow = read_id(hints, "workflow_id", FIELD, dropped)
+    agent = read_id(hints, "agent_id", FIELD, dropped)
+    joined = f"{workflow}:{agent}" if workflow and agent else workflow or agent or ""
     if len(joined) > MAX_ID:
         dropped.append(f"{FIELD}: workflow_id and agent_id together are longer than {MAX_ID} characters")
         joined = ""

@@ -27,7 +27,7 @@ def read_object(
     """A JSON object; None for null and what is absent, None and a reason for anything else."""
     if raw is None:
         return None
-    if memoryview(raw).nbytes > limit:
+    if len(raw) > limit:
         dropped.append(f"{name}: larger than {limit} bytes")
         return None
     try:
@@ -35,17 +35,18 @@ def read_object(
     except (ValueError, RecursionError):
         dropped.append(f"{name}: not valid JSON")
         return None
-    return as_object(value, name, dropped)
+    return value if isinstance(value, dict) else as_object(value, name, dropped)
 
 
 def read_field(request: HintRequest, name: str, dropped: list[str]) -> dict[str, Any] | None:
     """The same for a field of the body that several dialects look into: decoded once, not to be changed."""
-    known = request.seen.get(name)
-    if known is None:
+    if name not in request.seen:
         reasons: list[str] = []
-        known = request.seen[name] = read_object(request.fields.get(name), name, reasons), reasons
-    dropped += known[1]
-    value: dict[str, Any] | None = known[0]
+        request.seen[name] = read_object(request.fields.get(name), name, reasons), reasons
+    value: dict[str, Any] | None
+    value, reasons = request.seen[name]
+    if reasons:
+        dropped += reasons
     return value
 
 
@@ -71,7 +72,7 @@ def as_list(value: object, name: str, limit: int, dropped: list[str]) -> list[An
 
 def as_number(value: object) -> float | None:
     """A finite number; booleans and texts are none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) is not int and type(value) is not float:
         return None
     try:
         number = float(value)

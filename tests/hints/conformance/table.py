@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from kvpilot.domain import Command, Retention, Signal, TargetKind
-from kvpilot.hints import ContextEdit, HintRequest, Hints, read_hints
+from kvpilot.hints import ContextEdit, HintRequest, Hints, read_body, read_hints
 
 MESSAGES = [{"role": "system", "content": "s"}, *[{"role": "user", "content": "hi"}] * 3]
 NOW = 1_000_000.0
@@ -49,9 +47,8 @@ class Row:
 def read(body: Mapping[str, Any], headers: Mapping[str, str]) -> Hints:
     """As the gateway reads a request."""
     raw = json.dumps({"model": "m", **body}).encode()
-    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     lower = {name.lower(): value for name, value in headers.items()}
-    return read_hints(HintRequest(fields, lower, tenant="t", salt="s", body=raw, now=NOW))
+    return read_hints(HintRequest(read_body(raw), lower, tenant="t", salt="s", body=raw, now=NOW))
 
 
 def in_words(hints: Hints) -> dict[str, Any]:
