@@ -254,6 +254,24 @@ def test_what_is_forecast_dead_is_never_written_down() -> None:
     assert said(world.plan()) == [("drop", 0, "host", 75)]
 
 
+def test_very_many_make_way_at_once_in_the_order_of_what_they_are_worth() -> None:
+    """Also when some in the midst of them are to be written first."""
+    many = 1200
+    world = contexts(*[2] * many, host=many, capacity=2 * many, drop_above=0.9, drop_to=0.5)
+    worth = 1e-3 + 1e-6 * np.random.default_rng(1).permutation(many)
+    world.expect(*worth)
+    unwritten = [int(np.argsort(worth)[at]) for at in (300, 301, 500)]
+    for run in unwritten:
+        world.layout.lies(run, Tier.DISK, 0)
+    first = [int(run) for run in np.argsort(worth)[: many // 2]]
+    assert said(world.plan()) == [
+        *[("drop", run, "host", 2) for run in first if run not in unwritten],
+        *[("write", run, "disk", 2) for run in unwritten],
+    ]
+    world.carry_out(world.plan())
+    assert world.layout.used[HOST] == many + 2 * len(unwritten)
+
+
 def test_a_scan_of_what_nobody_comes_back_to_flushes_nothing() -> None:
     world = contexts(50, 50, *[50] * 8, host=2)
     world.expect(0.02, 0.02, *[0.015] * 8)

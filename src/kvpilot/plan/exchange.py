@@ -40,14 +40,16 @@ class Exchange:
     leave: list[tuple[int, int]]
 
 
-def leaving(held: Rows, wanted: int, below: float = math.inf) -> list[tuple[int, int]]:
-    """Rows whose tails go to free ``wanted`` chunks, least worth first, of those worth less than ``below``."""
+def leaving(held: Rows, wanted: int, below: float = math.inf) -> tuple[Ints, Ints]:
+    """Rows whose tails go to free ``wanted`` chunks [n], least worth first, of those worth less than ``below``; and how
+    many of each [n]."""
     order = _first(held.worth, -held.depth, held.chunks, wanted, below)
     return _taken(order, held.chunks, wanted)
 
 
-def entering(wanting: Rows, most: int, above: float = -math.inf) -> list[tuple[int, int]]:
-    """Rows to bring ``most`` chunks of, most worth first, of those worth more than ``above``."""
+def entering(wanting: Rows, most: int, above: float = -math.inf) -> tuple[Ints, Ints]:
+    """Rows to bring ``most`` chunks of [n], most worth first, of those worth more than ``above``; and how many of each
+    [n]."""
     order = _first(-wanting.worth, wanting.depth, wanting.chunks, most, -above)
     return _taken(order, wanting.chunks, most)
 
@@ -57,12 +59,12 @@ def exchange(wanting: Rows, held: Rows, room: int, margin: float, most: int) -> 
 
     At most ``most`` chunks enter. What makes way is worth less than 1 ÷ (1 + ``margin``) of what comes for it.
     """
-    offered = entering(wanting, most)
+    offered = _pairs(entering(wanting, most))
     if not offered:
         return Exchange([], [])
     highest = float(wanting.worth[offered[0][0]])
     needed = sum(chunks for _, chunks in offered) - max(0, room)
-    givers = leaving(held, needed, highest / (1.0 + margin)) if needed > 0 else []
+    givers = _pairs(leaving(held, needed, highest / (1.0 + margin))) if needed > 0 else []
     enter: list[tuple[int, int]] = []
     leave: dict[int, int] = {}
     free, at, left = max(0, room), 0, givers[0][1] if givers else 0
@@ -93,10 +95,10 @@ def first_rows(key: Floats, then: Ints, take: int) -> Ints:
     return np.concatenate((sure, tied[np.argsort(then[tied], kind="stable")[: take - len(sure)]]))
 
 
-def _first(key: Floats, then: Ints, chunks: Ints, wanted: int, below: float) -> list[int]:
+def _first(key: Floats, then: Ints, chunks: Ints, wanted: int, below: float) -> Ints:
     """Rows with chunks and ``key`` < ``below``, lowest (key, then, row) first, as many as hold ``wanted`` chunks."""
     if wanted <= 0:
-        return []
+        return np.empty(0, dtype=np.int64)
     rows = np.flatnonzero((chunks > 0) & (key < below))
     take = _FIRST_TAKE
     while take < len(rows):
@@ -105,15 +107,18 @@ def _first(key: Floats, then: Ints, chunks: Ints, wanted: int, below: float) -> 
             rows = chosen
             break
         take *= 4
-    return [int(row) for row in rows[np.lexsort((rows, then[rows], key[rows]))]]
+    return np.asarray(rows[np.lexsort((rows, then[rows], key[rows]))])
 
 
-def _taken(order: list[int], chunks: Ints, wanted: int) -> list[tuple[int, int]]:
-    out = []
-    for row in order:
-        if wanted <= 0:
-            break
-        n = min(wanted, int(chunks[row]))
-        out.append((row, n))
-        wanted -= n
-    return out
+def _taken(order: Ints, chunks: Ints, wanted: int) -> tuple[Ints, Ints]:
+    """The first rows of ``order`` that hold ``wanted`` chunks together, and how many of each: of the last not all."""
+    ends = np.cumsum(chunks[order])
+    order = order[: int(np.searchsorted(ends, wanted)) + 1]
+    taken = chunks[order]
+    if len(order) and ends[len(order) - 1] > wanted:
+        taken[-1] -= ends[len(order) - 1] - wanted
+    return order, taken
+
+
+def _pairs(columns: tuple[Ints, Ints]) -> list[tuple[int, int]]:
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -261,9 +261,7 @@ class Holdings:
         moved = more != 0.0
         rows, more = rests[moved], more[moved]
         while len(rows):
-            rows, at = np.unique(rows, return_inverse=True)
-            more = np.bincount(at, weights=more).astype(np.float64)
-            self.worth[rows] += more
+            np.add.at(self.worth, rows, more)
             for watcher in self._watchers:
                 watcher.stale[rows] = True
             rows = self.above[rows]

@@ -238,16 +238,11 @@ class _Planner:
         held = self._least(tier, min(most, int(missing.sum())) - room, dearest / (1.0 + margin))
         found = exchange(self._rows(rows, missing), self._rows(*held), room, margin, most)
         room += int(self._used[tier])
-        self._leave(tier, held[0], found.leave, "makes way for what returns sooner")
+        gone = np.array(found.leave, dtype=np.int64).reshape(-1, 2)
+        self._leave(tier, held[0][gone[:, 0]], gone[:, 1], "makes way for what returns sooner")
         room -= int(self._used[tier])
-        room = min(room, self._room(tier, 1.0))
-        for at, chunks in found.enter:
-            # There may be less room than was exchanged for: what is written below first makes way later.
-            chunks = min(chunks, room)
-            if chunks <= 0:
-                break
-            room -= chunks
-            self._load(tier, int(rows[at]), chunks)
+        # There may be less room than was exchanged for: what is written below first makes way later.
+        self._load(tier, rows, found.enter, min(room, self._room(tier, 1.0)))
 
     def drop_followers(self) -> None:
         """What lies behind chunks whose last copy was dropped is of no use to anybody."""
@@ -364,8 +359,8 @@ class _Planner:
             own = np.flatnonzero(self._holdings.tenant[rows] == tenant)
             offered = self._rows(rows[own], missing[own])
             missing[own] = 0
-            for row, chunks in entering(offered, room):
-                missing[own[row]] = chunks
+            entrants, chunks = entering(offered, room)
+            missing[own[entrants]] = chunks
         return rows[missing > 0], missing[missing > 0]
 
     def _room(self, tier: int, fill_to: float) -> int:
@@ -382,24 +377,21 @@ class _Planner:
         self, tier: int, wanted: int, below: float, reason: str, tenant: int | None = None
     ) -> None:
         rows, loose = self._least(tier, wanted, below, tenant)
-        self._leave(tier, rows, leaving(self._rows(rows, loose), wanted, below), reason)
+        gone, chunks = leaving(self._rows(rows, loose), wanted, below)
+        self._leave(tier, rows[gone], chunks, reason)
 
-    def _leave(self, tier: int, rows: Ints, gone: Sequence[tuple[int, int]], reason: str) -> None:
-        """Of each of ``gone`` (index in ``rows``, chunks) the last chunks make way: dropped, or written below first."""
-        if not gone:
-            return
-        runs = rows[[at for at, _ in gone]]
+    def _leave(self, tier: int, runs: Ints, chunks: Ints, reason: str) -> None:
+        """Of ``runs`` [n], each once, the last ``chunks`` [n] make way: dropped, or written below first. What comes
+        before the first that is to be written goes together, in columns."""
         ends, below = self._here(tier, runs), self._below(tier, runs)
         alive = (below < ends) & (self._values[runs] >= self._settings.least_write)
-        above = self._here_in(slice(tier), runs)
-        columns = (column.tolist() for column in (runs, ends, below, alive, np.maximum(above, below)))
+        sure = int(alive.argmax()) if alive.any() else len(runs)
+        self._drop_all(tier, runs[:sure], chunks[:sure], reason)
         lower = range(tier + 1, len(self._limits))
-        written = len(self.writes)
-        for (_, chunks), run, end, first, lives, elsewhere in zip(gone, *columns, strict=True):
-            if len(self.writes) > written:  # Something below may have made way for what was written.
-                first = max(self._copy(to, run) for to in lower)
-                lives = first < end and self._values[run] >= self._settings.least_write
-                elsewhere = self._elsewhere(tier, run)
+        for run, gone in zip(runs[sure:].tolist(), chunks[sure:].tolist(), strict=True):
+            # Looked at one by one, as something below may have made way for what was written.
+            end, first = self._copy(tier, run), max((self._copy(to, run) for to in lower), default=0)
+            lives = first < end and self._values[run] >= self._settings.least_write
             if lives and any(self._admit(to, run, first, end) for to in lower):
                 self._stays_here(run)
                 ahead = int(self._above[run])
@@ -407,7 +399,7 @@ class _Planner:
                     self._stays.add((tier, ahead))
                     ahead = int(self._above[ahead])
             elif (tier, run) not in self._stays:
-                self._drop(tier, run, chunks, end, elsewhere, reason)
+                self._drop(tier, run, gone, end, self._elsewhere(tier, run), reason)
 
     def _admit(self, tier: int, run: int, first: int, end: int) -> bool:
         """Writes chunks of a run into the tier where there is room for them, or something that is worth less."""
@@ -424,9 +416,8 @@ class _Planner:
             rows, loose = self._least(tier, short, below)
             if int(loose.sum()) < short:
                 return False
-            for at, chunks in leaving(self._rows(rows, loose), short, below):
-                giver, why = int(rows[at]), "makes way for what returns sooner"
-                self._drop(tier, giver, chunks, self._copy(tier, giver), self._elsewhere(tier, giver), why)
+            gone, chunks = leaving(self._rows(rows, loose), short, below)
+            self._drop_all(tier, rows[gone], chunks, "makes way for what returns sooner")
         self._coming[tier] += size
         self.writes.append(
             Move(MoveKind.WRITE, run, self._tiers[tier], first, end, value, self._now, "may return")
@@ -445,21 +436,59 @@ class _Planner:
         value = float(self._values[run])
         self.drops.append(Move(MoveKind.DROP, run, self._tiers[tier], left, end, value, self._now, reason))
 
-    def _load(self, tier: int, run: int, chunks: int) -> None:
-        first, worth = self._copy(tier, run), float(self._values[run])
-        end, done = first + chunks, first
-        starts = []
-        for source in range(tier + 1, len(self._limits)):
-            part = min(end, self._copy(source, run)) - done
-            if part > 0:
-                starts.append(self._link_free[source])
-                self._link_free[source] += part / self._limits[source].read_chunks_per_s
-                done += part
-        self._coming[tier] += chunks
-        self._stays_here(run)
-        self.loads.append(
-            Move(MoveKind.LOAD, run, self._tiers[tier], first, end, worth, min(starts), "returns soon")
-        )
+    def _drop_all(self, tier: int, runs: Ints, chunks: Ints, reason: str) -> None:
+        """Gives up the last ``chunks`` [n] of ``runs`` [n], each once, but for those that stay."""
+        if self._stays:
+            goes = np.array([(tier, run) not in self._stays for run in runs.tolist()], dtype=bool)
+            runs, chunks = runs[goes], chunks[goes]
+        ends = self._here(tier, runs)
+        elsewhere = np.maximum(self._here_in(slice(tier), runs), self._below(tier, runs))
+        self._gone[tier, runs] += chunks
+        self._used[tier] -= chunks.sum()
+        freed = np.bincount(self._holdings.tenant[runs], weights=chunks)
+        for tenant in np.flatnonzero(freed).tolist():
+            self._freed[tier, tenant] += int(freed[tenant])
+        self._dropped[runs] = True
+        self._cut += runs[elsewhere < ends].tolist()
+        name, now = self._tiers[tier], self._now
+        columns = (column.tolist() for column in (runs, ends - chunks, ends, self._values[runs]))
+        for run, left, end, value in zip(*columns, strict=True):
+            self.drops.append(Move(MoveKind.DROP, run, name, left, end, value, now, reason))
+
+    def _load(self, tier: int, rows: Ints, enter: Sequence[tuple[int, int]], room: int) -> None:
+        """Brings of each of ``enter`` (index in ``rows``, chunks) the first that are missing, as far as there is room;
+        soonest expected first over each link."""
+        runs = rows[[at for at, _ in enter]]
+        sources = range(tier + 1, len(self._limits))
+        firsts, worths = self._here(tier, runs).tolist(), self._values[runs].tolist()
+        copies = [self._here(source, runs).tolist() for source in sources]
+        for at, (_, chunks) in enumerate(enter):
+            chunks = min(chunks, room)
+            if chunks <= 0:
+                break
+            room -= chunks
+            run, first = int(runs[at]), firsts[at]
+            end, done, starts = first + chunks, first, []
+            for source, copy in zip(sources, copies, strict=True):
+                part = min(end, copy[at]) - done
+                if part > 0:
+                    starts.append(self._link_free[source])
+                    self._link_free[source] += part / self._limits[source].read_chunks_per_s
+                    done += part
+            self._coming[tier] += chunks
+            self._stays_here(run)
+            self.loads.append(
+                Move(
+                    MoveKind.LOAD,
+                    run,
+                    self._tiers[tier],
+                    first,
+                    end,
+                    worths[at],
+                    min(starts),
+                    "returns soon",
+                )
+            )
 
     def _stays_here(self, run: int) -> None:
         self._copied[run] = True
