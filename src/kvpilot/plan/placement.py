@@ -17,7 +17,10 @@ no tier is filled beyond its capacity, no tenant beyond its budget.
 
 A decision costs what has changed since the last one, not what there is: O((contexts changed + wishes) · runs of a
 context + runs looked at to move), the sort of the latter included, and a look through a few columns of bits, measured
-by ``kvpilot bench plan``. :class:`~kvpilot.plan.layout.Layout` has the rest of what is needed in order.
+by ``kvpilot bench plan``. Runs that make way together do so in columns, O(n log n) for n of them, of which only the
+moves themselves are made one by one; only from the first on that is to be written below first, each is looked at by
+itself, as what is written may displace something. :class:`~kvpilot.plan.layout.Layout` has the rest of what is needed
+in order.
 """
 
 from __future__ import annotations
