@@ -6,8 +6,10 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import psutil
 
 from kvpilot.stack.launch import Endpoints
 
@@ -87,6 +89,10 @@ def eventually(ask: Callable[[], Any], within_s: float = 30.0) -> Any:
             return answer
         assert time.monotonic() < until, "did not happen in time"
         time.sleep(0.1)
+
+
+def alive(pids: Iterable[int]) -> set[int]:
+    return {p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE}
 
 
 def words(tag: str, n: int) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +22,11 @@ from kvpilot.bench.processes import free_port
 from kvpilot.config import Config
 from kvpilot.engine.commands import PATH
 from kvpilot.engine.port import VARIABLE
+from kvpilot.stack import shm
 from kvpilot.stack.doctor import diagnose
-from kvpilot.stack.launch import Endpoints, launch, with_free_ports
-from tests.e2e.peers import chat, control, eventually, http, words
+from kvpilot.stack.launch import Endpoints, running
+from kvpilot.stack.state import read_status
+from tests.e2e.peers import alive, chat, control, eventually, http, words
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
 
@@ -39,17 +45,50 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def plugged(
-    engine_config: Config, port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Endpoints]:
-    config = with_free_ports(engine_config).with_overrides(
-        engine={"plugin": True, "kv_events": "", "kv_events_replay": ""},
-        state={"dir": str(tmp_path_factory.mktemp("plugged"))},
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plugged")
+
+
+@pytest.fixture(scope="module")
+def command(engine_config: Config, port: int, state: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """``kvpilot up`` as users start it."""
+    sizes = ["--max-model-len", "8192", "--host-gb", "3", "--disk-gb", "5"]
+    options = [
+        "--any-ports",
+        "--plugin",
+        "--model",
+        engine_config.engine.model,
+        "--state",
+        str(state),
+        *sizes,
+    ]
+    up = subprocess.Popen(
+        [sys.executable, "-m", "kvpilot.cli", "up", *options],
+        env={**os.environ, VARIABLE: f"tcp://127.0.0.1:{port}"},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, f"tcp://127.0.0.1:{port}")
-        with launch(config, wait_s=900) as endpoints:
-            yield endpoints
+    yield up
+    up.terminate()
+    up.wait(60)
+
+
+@pytest.fixture(scope="module")
+def plugged(command: subprocess.Popen[bytes], engine_config: Config, state: Path) -> Endpoints:
+    config = engine_config.with_overrides(state={"dir": str(state)})
+
+    def ready() -> Endpoints | None:
+        assert command.poll() is None, "it ended; why, it said"
+        return running(config)
+
+    stack = eventually(ready, 900)
+    assert isinstance(stack, Endpoints)
+    return stack
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(plugged: Endpoints) -> None:
+    """Sessions of other tests are over: for one that waits, the plan would fill the pool in the middle of a test."""
+    for session in control(plugged, "/sessions?limit=1000")["sessions"]:
+        control(plugged, f"/sessions/{session['id']}", method="DELETE")
 
 
 def engine(stack: Endpoints, **command: Any) -> Any:
@@ -151,8 +190,7 @@ def test_what_an_ended_session_left_in_the_pool_goes_before_what_waits_longer(pl
 
     assert eventually(lambda: left() == 0)
     began = time.time()
-    # Small enough to fit also when a session of another test was brought back meanwhile.
-    chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 100)}], f"{tag}-new")
+    chat(plugged, [{"role": "user", "content": words(f"{tag}-new", 330)}], f"{tag}-new")
     before = hits(plugged)
     chat(plugged, messages, f"{tag}-waits", tools=TOOLS)
     after = hits(plugged)
@@ -198,3 +236,19 @@ def test_the_internal_port_takes_the_same_commands(plugged: Endpoints, port: int
         assert json.loads(socket.recv())["active"] is True
         socket.send(b"nonsense")
         assert "not JSON" in json.loads(socket.recv())["detail"]
+
+
+def test_nothing_is_left_of_a_real_stack_that_is_killed_hard(
+    plugged: Endpoints, command: subprocess.Popen[bytes], state: Path
+) -> None:
+    """The last test here."""
+    status = read_status(state)
+    assert status is not None and any(name.startswith("lmcache_kv") for name in status.shm)
+    pids = shm.family(process.pid for process in status.processes.values() if process.pid)
+    assert len(pids) >= 8, "LMCache's two, vLLM's three, kvpilot's three"
+    command.kill()
+    command.wait()
+    down = [sys.executable, "-m", "kvpilot.cli", "down", "--state", str(state)]
+    assert subprocess.run(down, timeout=60, check=False).returncode == 0
+    assert not alive(pids)
+    assert not [name for name in status.shm if (Path("/dev/shm") / name).exists()]

@@ -168,11 +168,28 @@ async def test_nothing_outside_v1_is_reachable(rig: Rig, path: str) -> None:
 
 
 async def test_the_first_chunk_is_not_held_back(rig: Rig) -> None:
-    rig.engine.chunk_delay = 0.2
+    rig.engine.chunk_delay = 5
     async with rig.client.post(rig.url + CHAT, json={**BODY, "stream": True}) as reply:
-        async with asyncio.timeout(0.19):
+        async with asyncio.timeout(4):
             first = await reply.content.readuntil(b"\n\n")
     assert first == stream_events({})[0]
+
+
+async def test_chunks_that_come_close_together_do_not_wait_for_the_end(rig: Rig) -> None:
+    chunks = [b": %d\n\n" % number for number in range(100)]
+
+    async def then_silent(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+        await asyncio.sleep(30)
+        return response
+
+    rig.engine.handler = then_silent
+    async with rig.client.post(rig.url + CHAT, json={**BODY, "stream": True}) as reply:
+        async with asyncio.timeout(4):
+            assert await reply.content.readexactly(len(b"".join(chunks))) == b"".join(chunks)
 
 
 async def test_chunk_hashes_come_with_the_reply_when_asked_for(rig: Rig) -> None:

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvpilot.config import Config
-from kvpilot.stack import shm
 from kvpilot.stack.launch import Endpoints, launch, running
-from kvpilot.stack.state import read_status
+from tests.e2e.peers import alive
 
 pytestmark = pytest.mark.engine
 
@@ -43,10 +41,6 @@ def until(condition: Callable[[], object], within_s: float) -> float:
         assert time.monotonic() - begun < within_s, "did not happen in time"
         time.sleep(0.05)
     return time.monotonic() - begun
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE}
 
 
 def test_everything_answers_once_it_is_up(stack: Endpoints) -> None:
@@ -110,35 +104,3 @@ def test_doctor_finds_a_running_stack_healthy(stack: Endpoints) -> None:
     assert report["healthy"]
     checks = {finding["check"]: finding["verdict"] for finding in report["findings"]}
     assert checks["engine"] == checks["LMCache"] == checks["LMCache coordinator"] == "ok"
-
-
-def test_nothing_is_left_of_a_real_stack_that_is_killed_hard(engine_config: Config, tmp_path: Path) -> None:
-    """As far as vLLM's workers have shared memory; no need to wait until the model serves."""
-    state = tmp_path / "state"
-    sizes = ["--max-model-len", "2048", "--host-gb", "0.25", "--disk-gb", "0.25", "--model", "m16k"]
-    up = subprocess.Popen(
-        [sys.executable, "-m", "kvpilot.cli", "up", "--any-ports", "--state", str(state), *sizes],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-
-        def vllm_shares_its_pool() -> bool:
-            assert up.poll() is None, up.stderr and up.stderr.read()
-            status = read_status(state)
-            return status is not None and any(name.startswith("lmcache_kv") for name in status.shm)
-
-        until(vllm_shares_its_pool, 300)
-        status = read_status(state)
-        assert status is not None
-        pids = shm.family(process.pid for process in status.processes.values() if process.pid)
-        assert len(pids) >= 5, "LMCache's two, vLLM's three"
-        up.kill()
-        up.wait()
-        down = [sys.executable, "-m", "kvpilot.cli", "down", "--state", str(state)]
-        assert subprocess.run(down, timeout=60, check=False).returncode == 0
-        assert not alive(pids)
-        assert not [name for name in status.shm if (Path("/dev/shm") / name).exists()]
-    finally:
-        up.kill()
-        up.communicate()

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvpilot.stack import shm
 from kvpilot.stack.down import stop
 from kvpilot.stack.state import Status, clean_leftovers, read_status, supervisor_pid
+from tests.e2e.peers import alive
 
 SERVICE = """
 import http.server, multiprocessing.shared_memory as m, subprocess, sys, threading
@@ -107,10 +107,6 @@ def status_of(state: Path) -> Status:
 def is_ready(state: Path) -> bool:
     status = read_status(state)
     return status is not None and status.state == "ready" and len(status.shm) >= len(status.processes)
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE}
 
 
 def everything(state: Path) -> tuple[set[int], set[str]]:

@@ -44,13 +44,16 @@ class Exchange:
         self._facts = Facts()
         self._first_token_at: float | None = None
         self._prompt_told = False
+        self._begun = False
         self._started = False
+        """Whether the coordinator was told of the request."""
         self._asked: asyncio.Task[CommandReply | None] | None = None
         self._status = 0
 
     async def run(self, send: Send, connection: WhileConnected) -> None:
         """Forward and relay. Raises GatewayError as long as nothing was sent to the client."""
-        self._start()
+        # The engine has the request first; what the coordinator is told of it is put together while the engine reads.
+        asyncio.get_running_loop().call_soon(self._start)
         whole = False
         try:
             async with await self._forward() as reply:
@@ -69,6 +72,9 @@ class Exchange:
             self._finish(whole)
 
     def _start(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
         request, link = self._request, self._tools.link
         if request.hints.commands:
             timeout = self._tools.config.gateway.command_timeout_s
@@ -90,6 +96,7 @@ class Exchange:
         )
 
     def _finish(self, whole: bool) -> None:
+        self._start()
         if self._started:
             self._tell_end(whole)
         # That a session is over, say, holds from the end of its last request on.

@@ -29,6 +29,8 @@ _BUFFER = 1024 * 1024
 """Bytes of a reply's body buffered before reading pauses."""
 _LONG = 64 * 1024
 """Bytes of a piece that is not copied to travel with others."""
+_TOGETHER_S = 0.002
+"""What follows a piece within so many seconds waits as long for more, and travels as one."""
 
 
 class ConnectFailed(Exception):
@@ -55,6 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._waiting_since = 0.0
         self._paused = False
+        self._holding = False
         self.closed = False
         self.idle_since = 0.0
         self._reset(head=False)
@@ -88,7 +91,8 @@ class Connection(asyncio.BufferedProtocol):
         except httptools.HttpParserError as error:
             self._error = Disconnected(f"not HTTP: {error}")
             self.close()
-        self._wake()
+        if not self._holding or self.complete or self._paused or self._error is not None:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -171,9 +175,23 @@ class Connection(asyncio.BufferedProtocol):
             elif self.complete:
                 return
             else:
+                passed_on = time.monotonic()
                 await self._wait()
                 # One more turn of the loop: under load several chunks have come by then and travel as one.
                 await asyncio.sleep(0)
+                if not self.complete and time.monotonic() < passed_on + _TOGETHER_S:
+                    await self._hold(_TOGETHER_S)
+
+    async def _hold(self, seconds: float) -> None:
+        """Until the reply has come to its end, at most for so long."""
+        self._holding = True
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(seconds, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._holding, self._waiter = False, None
+            timer.cancel()
 
     async def read(self) -> bytes:
         """The reply's whole body."""

@@ -81,9 +81,8 @@ def read_body(raw: bytes) -> Mapping[str, Raw]:
     keys = [key for key, text in MARKS.items() if raw.rfind(text) >= 0]
     if not keys:
         return Unmarked(_decode(raw))
-    if (
-        raw.isascii()
-    ):  # Names that one pass leaves out are not looked at in it: else they could be no text at all.
+    # Names that one pass leaves out are not looked at in it: of other bytes they could be no text at all.
+    if raw.isascii():
         try:
             return Marked(raw, keys)
         except (ValueError, RecursionError):
