@@ -123,6 +123,19 @@ async def test_what_a_range_edit_left_behind_goes_with_its_session(start: int, h
     assert not any(world.held(a))
 
 
+async def test_a_prefetch_of_what_a_range_edit_left_behind_is_missing() -> None:
+    world = World()
+    messages = [SYSTEM, user(words("u", 60))]
+    world.turn(messages, "A")
+    await world.settle(await world.service.command(ranged(TargetKind.TOKENS, 16, 24, ActionKind.EVICT)))
+    (behind,) = await world.service.command(ranged(TargetKind.TOKENS, 32, 40, ActionKind.PREFETCH))
+    assert behind.status is OutcomeStatus.MISSING
+    (across,) = await world.settle(
+        await world.service.command(ranged(TargetKind.TOKENS, 8, 40, ActionKind.PREFETCH))
+    )
+    assert across.status is OutcomeStatus.DONE
+
+
 async def test_range_edits_one_after_another_each_remove_their_range() -> None:
     world = World()
     a = [SYSTEM, *(user(words(f"m{n}x", 12)) for n in range(6))]

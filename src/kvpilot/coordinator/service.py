@@ -553,7 +553,13 @@ class CoordinatorService:
             why = "no context with these chunks is known"
             return self._final(kind, tenant, session, source, OutcomeStatus.MISSING, why)
         chunks = self.references.chunks(work.owner)
-        head = Work(work.space, tuple(chunks[: chunks.index(work.chunks[-1]) + 1]), work.owner)
+        wanted = set(work.chunks)
+        last = next((place for place in reversed(range(len(chunks))) if chunks[place] in wanted), None)
+        if last is None:
+            # What a range cut off earlier was computed behind chunks that the context no longer has.
+            why = "the context has given these chunks up"
+            return self._final(kind, tenant, session, source, OutcomeStatus.MISSING, why)
+        head = Work(work.space, tuple(chunks[: last + 1]), work.owner)
         if self.sent_down.pop(work.owner, None) is not None:
             self._tell_followers([work.owner])
         there = 0
