@@ -44,9 +44,7 @@ class Exchange:
         self._facts = Facts()
         self._first_token_at: float | None = None
         self._prompt_told = False
-        self._begun = False
         self._started = False
-        """Whether the coordinator was told of the request."""
         self._asked: asyncio.Task[CommandReply | None] | None = None
         self._status = 0
 
@@ -72,16 +70,15 @@ class Exchange:
             self._finish(whole)
 
     def _start(self) -> None:
-        if self._begun:
+        if self._started:
             return
-        self._begun = True
+        self._started = True
         request, link = self._request, self._tools.link
         if request.hints.commands:
             timeout = self._tools.config.gateway.command_timeout_s
             self._asked = asyncio.create_task(link.ask(request.hints.commands, timeout))
         if not request.parsed:
             return
-        self._started = True
         link.emit(
             RequestStarted(
                 request_id=self._call.id,
@@ -97,7 +94,7 @@ class Exchange:
 
     def _finish(self, whole: bool) -> None:
         self._start()
-        if self._started:
+        if self._request.parsed:
             self._tell_end(whole)
         # That a session is over, say, holds from the end of its last request on.
         tell(self._tools.link, self._request.hints.signals)

@@ -180,13 +180,13 @@ class Connection(asyncio.BufferedProtocol):
                 # One more turn of the loop: under load several chunks have come by then and travel as one.
                 await asyncio.sleep(0)
                 if not self.complete and time.monotonic() < passed_on + _TOGETHER_S:
-                    await self._hold(_TOGETHER_S)
+                    await self._hold()
 
-    async def _hold(self, seconds: float) -> None:
-        """Until the reply has come to its end, at most for so long."""
+    async def _hold(self) -> None:
+        """Until the reply has come to its end, at most for as long as its pieces wait for one another."""
         self._holding = True
         self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(seconds, self._wake)
+        timer = self._loop.call_later(_TOGETHER_S, self._wake)
         try:
             await self._waiter
         finally:

@@ -6,6 +6,7 @@ A body of hundreds of kilobytes is gone through once, and nothing in it is decod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypedDict, cast
 
@@ -83,10 +84,9 @@ def read_body(raw: bytes) -> Mapping[str, Raw]:
         return Unmarked(_decode(raw))
     # Names that one pass leaves out are not looked at in it: of other bytes they could be no text at all.
     if raw.isascii():
-        try:
+        # A number out of range, say, where a list should be, is nobody's business unless it is asked for.
+        with suppress(ValueError, RecursionError):
             return Marked(raw, keys)
-        except (ValueError, RecursionError):
-            pass  # A number out of range, say, where a list should be: nobody's business unless it is asked for.
     return _decode(raw)
 
 

@@ -14,7 +14,7 @@ def parse_id(value: object, name: str, dropped: list[str]) -> str | None:
     if value is None:
         return None
     text = value.strip() if isinstance(value, str) else ""
-    if 0 < len(text) <= MAX_ID and text.isprintable():
+    if _is_sound(text):
         return text
     dropped.append(f"{name}: {_what_is_wrong(text)}")
     return None
@@ -25,8 +25,8 @@ def read_id(values: Mapping[str, object], key: str, place: str, dropped: list[st
     value = values.get(key)
     if value is None:
         return None
-    if isinstance(value, str) and 0 < len(text := value.strip()) <= MAX_ID and text.isprintable():
-        return text
+    if isinstance(value, str) and _is_sound(text := value.strip()):
+        return text  # Most are, and need no name for a reason.
     return parse_id(value, f"{place}.{key}" if place else key, dropped)
 
 
@@ -37,6 +37,10 @@ def read_session(
     own = read_id(values, session, source, dropped)
     other = read_id(values, parent, source, dropped) if parent is not None else None
     return SessionRef(id=own, parent=other, source=source)
+
+
+def _is_sound(text: str) -> bool:
+    return 0 < len(text) <= MAX_ID and text.isprintable()
 
 
 def _what_is_wrong(text: str) -> str:

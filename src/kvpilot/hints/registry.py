@@ -99,12 +99,11 @@ class Registry:
 
     def __init__(self, dialects: Iterable[Dialect]) -> None:
         self.dialects = tuple(sorted(dialects, key=lambda dialect: not dialect.fields))
-        ranks = [(1 << rank, dialect) for rank, dialect in enumerate(self.dialects)]
-        self._bits = ranks
+        self._bits = [(1 << rank, dialect) for rank, dialect in enumerate(self.dialects)]
         """Each dialect's own bit."""
-        self._by_field = _index((bit, dialect.fields) for bit, dialect in ranks)
-        self._by_header = _index((bit, dialect.headers) for bit, dialect in ranks)
-        self._marks = [(bit, dialect.mark) for bit, dialect in ranks if dialect.mark]
+        self._by_field = _index((bit, dialect.fields) for bit, dialect in self._bits)
+        self._by_header = _index((bit, dialect.headers) for bit, dialect in self._bits)
+        self._marks = [(bit, dialect.mark) for bit, dialect in self._bits if dialect.mark]
         self._broken: set[str] = set()
 
     def read(self, request: HintRequest) -> Hints:

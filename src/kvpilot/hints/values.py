@@ -35,7 +35,7 @@ def read_object(
     except (ValueError, RecursionError):
         dropped.append(f"{name}: not valid JSON")
         return None
-    return value if isinstance(value, dict) else as_object(value, name, dropped)
+    return as_object(value, name, dropped)
 
 
 def read_field(request: HintRequest, name: str, dropped: list[str]) -> dict[str, Any] | None:
